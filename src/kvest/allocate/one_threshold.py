@@ -1,0 +1,76 @@
+"""One threshold: all heads and layers of a sequence are sampled at one rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvest.allocate._base import Allocate
+from kvest.sample import Design
+from kvest.sample._base import candidates
+from kvest.types import Observation, Proposal
+
+
+@dataclass(frozen=True)
+class OneThreshold(Allocate):
+    """counts_lh = sum_i pi_lhi,  pi = design.inclusion(x, c),  one c such that sum_lh counts_lh is the whole budget
+
+    x sums to 1 over what each head may draw from. Minimising the summed variance over heads and layers under one
+    budget leads to it: peaked heads keep few entries, flat heads many. With `with_replacement` c is one number of
+    draws for the whole model; with `top_k` the heads' entries are ranked together. Counts are rounded by largest
+    remainder, so that a row keeps its whole budget exactly. Source: ours.
+    """
+
+    whole_model = True
+
+    def __call__(
+        self, proposals: Sequence[Proposal], observations: Sequence[Observation], design: Design
+    ) -> list[Int[Tensor, "b h"]]:
+        pairs = [candidates(p, o.valid) for p, o in zip(proposals, observations, strict=True)]
+        scores = [score for score, _ in pairs]
+        certain = torch.cat([kept.sum(dim=-1) for _, kept in pairs], dim=1)
+        lengths = torch.cat([o.lengths for o in observations], dim=1)
+        budget = observations[0].budget * lengths.shape[1]
+        free = torch.minimum(budget, lengths.sum(dim=1)) - certain.sum(dim=1)
+        wanted = expected_counts(scores, free, design)
+        counts = certain + largest_remainder(wanted, free, lengths - certain)
+        return list(counts.split([score.shape[1] for score in scores], dim=1))
+
+
+def expected_counts(
+    scores: Sequence[Float[Tensor, "b h t"]], total: Int[Tensor, "b"], design: Design
+) -> Float[Tensor, "b lh"]:
+    """Expected kept entries per head at the common rate where they sum to `total` (ties are shared evenly)."""
+
+    def at(rate: Float[Tensor, "b"]) -> Float[Tensor, "b lh"]:
+        return torch.cat([design.inclusion(x, rate[:, None, None]).sum(dim=-1) for x in scores], dim=1)
+
+    # Bisection on log(rate). Scores sum to 1 per head and are floored at 1e-30 of the largest, so that the rate lies
+    # between 1e-3 (everything below one entry) and 1e45; 200 halvings reach the spacing of float64.
+    low = torch.full_like(total, -7.0, dtype=torch.float64)
+    high = torch.full_like(low, 104.0)
+    for _ in range(80):
+        middle = (low + high) / 2
+        enough = at(middle.exp()).sum(dim=1) >= total
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    below, above = at(low.exp()), at(high.exp())
+    gap = above.sum(dim=1) - below.sum(dim=1)
+    share = ((total - below.sum(dim=1)) / gap.clamp_min(1e-300)).clamp(0.0, 1.0)
+    return below + share[:, None] * (above - below)
+
+
+def largest_remainder(
+    wanted: Float[Tensor, "b n"], total: Int[Tensor, "b"], most: Int[Tensor, "b n"]
+) -> Int[Tensor, "b n"]:
+    """Whole numbers close to `wanted`, at most `most`, that sum to `total`."""
+    counts = torch.minimum((wanted + 1e-9).floor().long(), most)
+    missing = (total - counts.sum(dim=1)).clamp_min(0)
+    remainder = (wanted - counts).masked_fill(counts >= most, -1.0)
+    order = remainder.argsort(dim=1, descending=True, stable=True)
+    rank = torch.arange(wanted.shape[1], device=wanted.device)
+    extra = torch.zeros_like(counts).scatter_(1, order, (rank < missing[:, None]).long())
+    return torch.minimum(counts + extra, most)

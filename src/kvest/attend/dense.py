@@ -1,0 +1,66 @@
+"""Attention over entries that stand in one rectangular block."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK_ELEMENTS = 1 << 22
+"""Logits or bias held at once (16 MiB in float32)."""
+
+
+def attention(
+    queries: Float[Tensor, "b hg q d"],
+    keys: Float[Tensor, "b h t d"],
+    values: Float[Tensor, "b h t e"],
+    log_weights: Float[Tensor, "b h t"] | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "b hg q e"]:
+    """Attention over weighted entries: `sum_i w_i exp(scale q.k_i) v_i / sum_i w_i exp(scale q.k_i)`
+
+    `hg` query heads share `h` KV heads, in consecutive groups; every query sees every entry. Entries of log weight -inf
+    are absent. `log_weights` is None for exact entries; `scale` defaults to 1/sqrt(d). The softmax is in float32,
+    weights are never rounded to the dtype of the keys. Memory: O(q t) for the logits of one block of queries.
+
+    Raises ValueError when the shapes disagree.
+    """
+    b, heads, q, d = queries.shape
+    h, t = keys.shape[1:3]
+    weights_shape = None if log_weights is None else tuple(log_weights.shape)
+    if keys.shape != (b, h, t, d) or values.shape[:3] != (b, h, t) or heads % h or weights_shape not in (None, (b, h, t)):
+        raise ValueError(
+            "attention needs queries [b, h*g, q, d], keys [b, h, t, d], values [b, h, t, e] and log_weights [b, h, t], "
+            f"not {tuple(queries.shape)}, {tuple(keys.shape)}, {tuple(values.shape)} and {weights_shape}"
+        )
+    scale = d**-0.5 if scale is None else scale
+    bias = None if log_weights is None else log_weights.float()[:, :, None]
+    packed = queries.reshape(b, h, (heads // h) * q, d)
+    rows = max(1, BLOCK_ELEMENTS // (b * h * t))
+    parts = [weighted(part, keys, values, bias, scale) for part in packed.split(rows, dim=2)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).view(b, heads, q, -1)
+
+
+def weighted(
+    queries: Float[Tensor, "b h q d"],
+    keys: Float[Tensor, "b h t d"],
+    values: Float[Tensor, "b h t e"],
+    bias: Float[Tensor, "b h #q t"] | None,
+    scale: float,
+) -> Float[Tensor, "b h q e"]:
+    """One softmax over `scale q.k + bias`, by the fastest way that keeps the bias in float32.
+
+    On a CPU that is the flash kernel, which takes a float32 bias for every dtype; elsewhere matmul, softmax, matmul.
+    """
+    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+        mask = None if bias is None else bias.expand(*queries.shape[:3], keys.shape[2])
+        if mask is None or queries.dtype == torch.float32:
+            return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )[0]
+    logits = (queries @ keys.transpose(2, 3)).float() * scale
+    if bias is not None:
+        logits = logits + bias
+    return torch.softmax(logits, dim=-1).to(values.dtype) @ values

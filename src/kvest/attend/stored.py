@@ -1,0 +1,57 @@
+"""Attention over a `Store`: heads that hold different numbers of entries, exact ones among them."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvest.attend.dense import BLOCK_ELEMENTS, weighted
+from kvest.retain import Run, Store
+
+
+def attend(
+    queries: Float[Tensor, "b hg q d"], store: Store, scale: float, exists: Bool[Tensor, "b q"] | None = None
+) -> Float[Tensor, "b hg q e"]:
+    """Attention of the latest queries over everything that `store` holds, their own entries included.
+
+    The `q` newest entries of each head were written by the queries: each sees those before it and itself. Where
+    `exists` is False the query is padding, wrote nothing, and its output means nothing. Heads with equal storage are
+    computed together.
+    """
+    b, heads, q, d = queries.shape
+    flat = queries.reshape(b * store.heads, heads // store.heads, q, d)
+    runs = store.runs()
+    if q == 1:
+        parts = [_one_query(flat[None, run.heads, :, 0], run, scale) for run in runs]
+    else:
+        parts = [_many_queries(flat[run.heads], store, run, scale, exists) for run in runs]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(b, heads, q, -1)
+
+
+def _one_query(queries: Float[Tensor, "1 k g d"], run: Run, scale: float) -> Float[Tensor, "k g e"]:
+    return weighted(queries, run.keys, run.values, run.log_weights[:, :, None], scale)[0]
+
+
+def _many_queries(
+    queries: Float[Tensor, "k g q d"], store: Store, run: Run, scale: float, exists: Bool[Tensor, "b q"] | None
+) -> Float[Tensor, "k g q e"]:
+    k, g, q, _ = queries.shape
+    device = queries.device
+    capacity = run.keys.shape[2]
+    lengths = torch.tensor(store.lengths[run.heads], device=device)
+    if exists is None:
+        last = lengths[:, None] - q + torch.arange(q, device=device)
+    else:
+        row = torch.arange(run.heads.start, run.heads.stop, device=device) // store.heads
+        own = exists.cumsum(dim=1)
+        last = lengths[:, None] + (own - own[:, -1:] - 1)[row]
+    slots = torch.arange(capacity, device=device)
+    keys, values = (x[0, :, None].expand(k, g, -1, -1) for x in (run.keys, run.values))
+    rows = max(1, BLOCK_ELEMENTS // (k * capacity))
+    parts = []
+    for start in range(0, q, rows):
+        some = slice(start, start + rows)
+        bias = run.log_weights[0, :, None].masked_fill(slots > last[:, some, None], -torch.inf)
+        parts.append(weighted(queries[:, :, some], keys, values, bias[:, None], scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,0 +1,76 @@
+"""The attention and mask functions that transformers calls instead of the model's own.
+
+Both do nothing of their own for a stock cache, and for one of ours before its first eviction: the implementation that
+the user had chosen computes attention, bit for bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvest.hf import compat
+from kvest.hf.layer import ATTRIBUTE, EvictionLayer, MaskLength
+
+_REFUSED = ("softcap", "s_aux", "position_bias")
+"""Arguments that change the logits in ways that weighted attention does not reproduce."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    inner: str,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer: `inner` where nothing was evicted, weighted attention over what is held otherwise."""
+
+    def exact() -> tuple[Tensor, Tensor | None]:
+        function = compat.inner_attention(inner, module)
+        out: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, *args, **kwargs)
+        return out
+
+    layer: EvictionLayer | None = getattr(key, ATTRIBUTE, None)
+    if layer is None:
+        return exact()
+    _own(layer, module)
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"kvest's attention does not support {name!r}, which {type(module).__name__} passes")
+    scale = kwargs.get("scaling")
+    output = layer.attend(query, query.shape[-1] ** -0.5 if scale is None else float(scale), exact)
+    layer.session.after(layer)
+    return output
+
+
+def _own(layer: EvictionLayer, module: nn.Module) -> None:
+    """Raise where the layer is used with another model than the one its cache was made for."""
+    if layer.module is None:
+        model = layer.session.model()
+        if model is not None and any(each is module for each in model.modules()):
+            layer.module = weakref.ref(module)
+    if layer.module is None or layer.module() is not module:
+        raise ValueError(_OTHER_MODEL)
+
+
+_OTHER_MODEL = "this cache was made for another model: make an EvictionCache for each model"
+
+
+def mask(*args: Any, inner: str, **kwargs: Any) -> Any:
+    """The mask of one layer type: the inner implementation's; none once the layers' storage is the mask."""
+    length = kwargs.get("kv_length")
+    if not isinstance(length, MaskLength):
+        return compat.inner_mask(inner)(*args, **kwargs)
+    if kwargs.get("config", length.session.config) is not length.session.config:
+        raise ValueError(_OTHER_MODEL)
+    tokens = int(length) - length.columns
+    length.session.begin(kwargs.get("attention_mask"), kwargs["batch_size"], tokens, length.columns)
+    if length.session.evicted:
+        return None
+    kwargs["kv_length"] = int(length)
+    return compat.inner_mask(inner)(*args, **kwargs)

@@ -1,0 +1,98 @@
+"""`EvictionCache`: a transformers cache that evicts, corrects, and counts its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from kvest.hf import attention, compat
+from kvest.hf.layer import EvictionLayer
+from kvest.hf.report import Report, make_report
+from kvest.hf.session import Session
+from kvest.policy import Policy
+
+
+class EvictionCache(Cache):
+    """A cache for `model.generate(..., past_key_values=cache)` that is evicted as `policy` says.
+
+    The same seed and prompt give the same cache, whatever the batch. Making one sets the name of the model's attention
+    implementation (`kvest.detach(model)` gives the old one back), and nothing else anywhere. Layers that are bounded
+    already (sliding window, linear attention) keep their stock cache.
+
+    Raises UnsupportedModel (a ValueError) for a model that cannot be evicted rightly, with the reason and the way out,
+    and PolicyError for a policy that cannot be read.
+    """
+
+    def __init__(self, model: PreTrainedModel, policy: Policy | str, seed: int = 0) -> None:
+        policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        compat.check(model)
+        layers, evictable = compat.stock_layers(model)
+        rotation = compat.rotation(model)
+        if policy.propose.needs_rotation and rotation is None:
+            raise compat.UnsupportedModel(
+                model, f"{policy.propose} undoes a full rotary embedding, and it has none of that kind", "Use another proposal"
+            )
+        windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
+        config = compat.text_config(model)
+        self.session = Session(model, policy, int(seed), config, evictable, rotation, windows)
+        for index in evictable:
+            layers[index] = EvictionLayer(index, self.session)
+        super().__init__(layers=layers)
+        compat.attach(model, attention.attention, attention.mask)
+
+    @property
+    def policy(self) -> Policy:
+        """What is kept, and when."""
+        return self.session.policy
+
+    def report(self) -> Report:
+        """What is held now: entries, positions and weights of every head, bytes. Prints as a small table."""
+        return make_report(self.layers, self.session)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As in a stock cache; a bounded layer lets go of what its window does not need."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, EvictionLayer):
+            for name in ("keys", "values"):  # stock sliding layers keep a view of the whole prompt until the next token
+                held = getattr(layer, name, None)
+                if isinstance(held, Tensor) and held.untyped_storage().nbytes() > 1.1 * held.nbytes:
+                    setattr(layer, name, held.clone())
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, padding included: what position ids and attention masks count. `report().kept` says what is held."""
+        return int(super().get_seq_length(layer_idx))
+
+    def reset(self) -> None:
+        """Empty the cache for another prompt."""
+        self.session.reset()
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the latest tokens (a negative number), as far as they are newer than the last eviction.
+
+        Raises ValueError beyond that.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
+        if tokens_to_remove < 0:
+            self.session.crop(-tokens_to_remove)
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.session.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.session.select([row for row in range(len(self.session.seen)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.session.select(torch.arange(len(self.session.seen), device=indices.device)[indices].tolist())

@@ -1,0 +1,132 @@
+"""All that differs between releases of transformers, and all that kvest must know about a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from kvest.types import Rotation
+
+PREFIX = "kvest_"
+"""An attached model's attention implementation is this and the name of the one it had, e.g. `kvest_sdpa`."""
+
+
+class UnsupportedModel(ValueError):
+    """A model whose cache kvest cannot evict rightly: names the model, the reason and the way out."""
+
+    def __init__(self, model: PreTrainedModel, reason: str, way_out: str) -> None:
+        super().__init__(f"kvest cannot evict the cache of {type(model).__name__}: {reason}. {way_out}")
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the part that decodes text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel where eviction could not be right."""
+    config = text_config(model)
+    stock = "Use the stock cache for it"
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(model, "it is an encoder-decoder with a cache of its own", stock)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModel(model, "its latent attention (MLA) has no keys per head that could be kept or dropped", stock)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(model, "its attention cannot be exchanged through transformers' AttentionInterface", stock)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedModel(model, "it caps attention logits (softcap), which kvest does not do yet", stock)
+    if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
+        raise UnsupportedModel(model, "it learns attention sinks, which kvest does not add to the softmax yet", stock)
+
+
+def stock_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
+    """(the layers of a stock cache, indices of those that grow without bound and can be evicted)."""
+    layers = DynamicCache(config=model.config).layers
+    evictable = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    for i, layer in enumerate(layers):
+        bounded = isinstance(layer, DynamicSlidingWindowLayer) or not isinstance(layer, DynamicLayer)
+        if i not in evictable and (not bounded or type(layer).__name__ == "DummyLayer" or "And" in type(layer).__name__):
+            raise UnsupportedModel(
+                model, f"layer {i} keeps its cache in a {type(layer).__name__}, which kvest does not know", "Use the stock cache"
+            )
+    if not evictable:
+        raise UnsupportedModel(
+            model, "every layer is bounded already (sliding window or linear attention)", "The stock cache will not grow"
+        )
+    return layers, evictable
+
+
+def attach(model: PreTrainedModel, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Name kvest's attention, wrapped around the implementation the model had, as the model's."""
+    name = model.config._attn_implementation or "sdpa"
+    if name.startswith(PREFIX):
+        return
+    ours = PREFIX + name
+    AttentionInterface.register(ours, _Wrapped(attention, name))
+    AttentionMaskInterface.register(ours, _Wrapped(mask, name))
+    model.set_attn_implementation(ours)
+    if model.config._attn_implementation != ours:
+        raise UnsupportedModel(model, "it refuses to change its attention implementation", "Use the stock cache")
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Give the model back the attention implementation that it had before its first `EvictionCache`.
+
+    Its caches cannot be used any more; a new `EvictionCache` attaches it again.
+    """
+    name = model.config._attn_implementation or ""
+    if name.startswith(PREFIX):
+        model.set_attn_implementation(name.removeprefix(PREFIX))
+
+
+class _Wrapped:
+    """A function that is told which implementation it stands in front of."""
+
+    def __init__(self, function: Callable[..., Any], inner: str) -> None:
+        self.function, self.inner = function, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, inner=self.inner, **kwargs)
+
+
+def inner_attention(name: str, module: nn.Module) -> Callable[..., Any]:
+    """The attention function called `name`; eager ones live beside the model."""
+    if name == "eager":
+        return getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # noqa: B009  # a module
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def inner_mask(name: str) -> Callable[..., Any]:
+    """The mask function of the attention implementation called `name`."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+
+def query_length(argument: int | Tensor) -> int:
+    """`get_mask_sizes` is given the number of queries, or (transformers 4) their cache positions."""
+    return argument.shape[0] if isinstance(argument, Tensor) else argument
+
+
+def rotation(model: PreTrainedModel) -> Rotation | None:
+    """Positions -> (cos, sin) of the model's rotary embedding; None where it has none of the common kind."""
+    modules = [m for name, m in model.named_modules() if name.split(".")[-1] == "rotary_emb"]
+    if not modules or getattr(text_config(model), "partial_rotary_factor", 1.0) not in (None, 1.0):
+        return None
+    embedding = modules[0]
+    layered = hasattr(embedding, "layer_types")
+
+    def rotate(positions: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]:
+        like = torch.empty(0, dtype=torch.float32, device=positions.device)
+        kwargs = {"layer_type": "full_attention"} if layered else {}
+        cos, sin = embedding(like, positions[None], **kwargs)
+        return cos[0], sin[0]
+
+    return rotate

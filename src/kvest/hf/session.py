@@ -1,0 +1,235 @@
+"""What the layers of one cache share: which tokens exist, how many were seen, and who is due for eviction.
+
+All of it belongs to one cache. Nothing is kept on the model, and nothing here is read back from the device in a decode
+step without padding.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from kvest.budget import Footprint
+from kvest.policy import Policy
+from kvest.random import Stream
+from kvest.types import Observation, Proposal, Retained, Rotation
+
+INDEX_BYTES = 8
+"""Bytes of an entry besides key and value: a float32 log weight and an int32 position."""
+
+
+class Evictable(Protocol):
+    """A layer, as the session sees it."""
+
+    index: int
+    observed: tuple[Observation, Proposal] | None
+
+    def stream(self) -> Stream: ...
+
+    def settle(self, retained: Retained) -> None: ...
+
+
+@dataclass
+class Step:
+    """One forward pass: `exists[b, n]` says which of its `n` tokens are real (None: all), `added` how many per row.
+
+    `due` and `budgets` are decided when the first layer's keys come (their shapes tell what an entry costs).
+    """
+
+    columns: int
+    tokens: int
+    exists: Bool[Tensor, "b n"] | None
+    added: list[int]
+    due: list[bool] | None = None
+    budgets: list[int] = field(default_factory=list)
+
+
+class Session:
+    """The state of one cache. `seen`, `held` and `rounds` have one number per row: real tokens seen, entries per head
+    by the budget's count, evictions done."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        seed: int,
+        config: Any,
+        evictable: list[int],
+        rotation: Rotation | None,
+        window_tokens: int,
+    ) -> None:
+        self.model, self.policy, self.seed, self.config = weakref.ref(model), policy, seed, config
+        self.evictable, self.rotation = evictable, rotation
+        self.window_tokens = window_tokens  # summed over bounded layers: what they hold at most
+        self.reset()
+
+    def reset(self) -> None:
+        self.columns = 0  # tokens and padding seen by every layer
+        self.seen: list[int] = []
+        self.held: list[int] = []
+        self.rounds: list[int] = []
+        self.evicted = False
+        self.padded = False
+        self.exists: Bool[Tensor, "b n"] | None = None  # of the columns since the last eviction; None: all real
+        self.tail = 0  # columns since the last eviction
+        self.step: Step | None = None
+        self.waiting: int | None = None  # a layer whose keys the attention function has not seen yet
+        self.pending: list[Evictable] = []  # layers of this pass that wait for the others to compete with
+        self.prompt_tokens = 0
+
+    def begin(self, attention_mask: Tensor | None, rows: int, tokens: int, columns: int) -> None:
+        """A forward pass over `tokens` new columns starts. Called while the model makes its masks."""
+        if not self.seen:
+            self.seen, self.held, self.rounds = [0] * rows, [0] * rows, [0] * rows
+        if len(self.seen) != rows:
+            raise ValueError(f"this cache holds {len(self.seen)} rows, and the input has {rows}: use one cache per batch")
+        exists = None
+        if attention_mask is not None:
+            if attention_mask.shape[-1] != columns + tokens:
+                raise ValueError(
+                    f"the attention mask covers {attention_mask.shape[-1]} tokens, but the cache has seen {columns} and "
+                    f"{tokens} are new: it must cover all {columns + tokens} (padding included)"
+                )
+            exists = attention_mask[:, columns:].bool()
+        added = [tokens] * rows
+        if exists is not None and (tokens > 1 or self.padded or exists.device.type == "cpu"):
+            added = exists.sum(dim=1).tolist()  # on an accelerator: once per prompt, turn, or step of a padded batch
+            if min(added) == tokens:
+                exists = None
+        elif exists is not None:
+            exists = None
+        self.padded = self.padded or exists is not None
+        if columns == 0 and min(added) == 0:
+            raise ValueError(f"row {added.index(0)} of the prompt has no token that is not padding")
+        self._note_chunks(tokens)
+        self.waiting, self.pending = None, []
+        self.step = Step(columns, tokens, exists, added)
+
+    def _note_chunks(self, tokens: int) -> None:
+        """A second pass as long as the first, with nothing decoded between: most likely a chunked prefill."""
+        if self.columns == 0:
+            self.prompt_tokens = tokens
+        elif self.columns == self.prompt_tokens == tokens > 1 and self.evicted and self.policy.every is None:
+            warnings.warn(
+                f"two passes of {tokens} tokens in a row look like a chunked prefill, and this policy evicts after the "
+                "first pass only: later chunks stay whole. Set every=N to hold the budget after every chunk.",
+                stacklevel=2,
+            )
+
+    def plan(self, keys: Tensor, values: Tensor) -> Step:
+        """Decide which rows are evicted after this pass. `keys[b, h, n, d]` are the new ones of one layer."""
+        step = self.step
+        if step is None:
+            raise RuntimeError(
+                "kvest did not make the attention mask of this pass: the cache was made for another model, the model's "
+                "attention implementation was changed since (make a new EvictionCache), or a custom 4D attention mask was "
+                "passed (pass a 2D one, 1 for tokens and 0 for padding)"
+            )
+        if step.due is None:
+            rows, heads, _, width = keys.shape
+            wide = (width + values.shape[-1]) * keys.element_size()
+            footprint = Footprint(
+                entry_bytes=len(self.evictable) * heads * (wide + INDEX_BYTES),
+                fixed_bytes=rows * heads * self.window_tokens * wide,
+                rows=rows,
+                heads=heads * len(self.evictable),
+            )
+            policy = self.policy
+            protected = policy.sinks + policy.window
+            step.budgets, step.due = [], []
+            for row, added in enumerate(step.added):
+                seen, held = self.seen[row] + added, self.held[row] + added
+                budget = policy.budget.entries(seen, protected, footprint)
+                if step.columns == 0:
+                    due = held > budget
+                elif policy.every is None or added == 0:
+                    due = False
+                else:
+                    due = held > budget if step.tokens > 1 else held >= budget + policy.every
+                step.budgets.append(budget)
+                step.due.append(due)
+        return step
+
+    @property
+    def remembers(self) -> bool:
+        """Whether queries must be kept for a later eviction."""
+        return self.policy.every is not None
+
+    def after(self, layer: Evictable) -> None:
+        """A layer's attention is done: evict it, alone or with all others once the last one is there."""
+        if layer.observed is not None:
+            self.pending.append(layer)
+        last = layer.index == self.evictable[-1]
+        if self.pending and (last or not self.policy.allocate.whole_model):
+            observations, proposals = zip(*(each.observed for each in self.pending if each.observed), strict=True)
+            kept = self.policy.settle(observations, proposals, [each.stream() for each in self.pending])
+            for each, retained in zip(self.pending, kept, strict=True):
+                each.settle(retained)
+            self.pending = []
+        if last:
+            self.finish()
+
+    def finish(self) -> None:
+        """The last evicted layer is done with this pass."""
+        step = self.step
+        if step is None or step.due is None:
+            raise RuntimeError("a pass ended that had not begun")
+        evicts = any(step.due)
+        for row, added in enumerate(step.added):
+            self.seen[row] += added
+            self.held[row] = step.budgets[row] if step.due[row] else self.held[row] + added
+            self.rounds[row] += step.due[row]
+        self.columns = step.columns + step.tokens
+        self.exists = None if evicts else self.tail_exists()
+        self.tail = 0 if evicts else self.tail + step.tokens
+        self.evicted = self.evicted or evicts
+        self.step = None
+
+    def tail_exists(self) -> Bool[Tensor, "b n"] | None:
+        """Which columns since the last eviction are real, those of the current pass included; None: all."""
+        step = self.step
+        if step is None or (self.exists is None and step.exists is None):
+            return self.exists
+        device = (self.exists if self.exists is not None else step.exists).device  # type: ignore[union-attr]  # one is there
+        rows = len(self.seen)
+        before = self.exists if self.exists is not None else torch.ones(rows, self.tail, dtype=torch.bool, device=device)
+        now = step.exists if step.exists is not None else torch.ones(rows, step.tokens, dtype=torch.bool, device=device)
+        return torch.cat([before, now], dim=1)
+
+    def positions(self, device: torch.device) -> Int[Tensor, "b n"]:
+        """Real positions of the current pass's columns (of padding: those of the token before)."""
+        step = self.step
+        if step is None:
+            raise RuntimeError("no pass is under way")
+        start = torch.tensor(self.seen, device=device)[:, None]
+        if step.exists is None:
+            return start + torch.arange(step.tokens, device=device)
+        return start + step.exists.cumsum(dim=1) - 1
+
+    def crop(self, count: int) -> None:
+        """Forget the latest `count` columns, all of them real and newer than the last eviction."""
+        if count > self.tail or (self.exists is not None and not bool(self.exists[:, self.tail - count :].all())):
+            raise ValueError(
+                f"cannot take back {count} tokens: only the {self.tail} since the last eviction are still whole "
+                "(padding cannot be taken back either). Assisted decoding over an evicted prompt is not supported"
+            )
+        self.columns -= count
+        self.tail -= count
+        self.seen = [n - count for n in self.seen]
+        self.held = [n - count for n in self.held]
+        if self.exists is not None:
+            self.exists = self.exists[:, : self.tail]
+
+    def select(self, rows: list[int]) -> None:
+        """These rows of the batch, in this order."""
+        self.seen = [self.seen[row] for row in rows]
+        self.held = [self.held[row] for row in rows]
+        self.rounds = [self.rounds[row] for row in rows]
+        if self.exists is not None:
+            self.exists = self.exists[torch.tensor(rows, device=self.exists.device)]

@@ -1,0 +1,99 @@
+"""What queries saw, computed block by block: no `t x t` matrix and no repeated keys ever exist.
+
+Every attention-based score is a column sum of the attention matrix under weights on its rows:
+`score_i = sum_j weight_j p_j(i)`. `attended` is that sum; the methods differ in their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvest.types import Observation
+
+BLOCK_ELEMENTS = 1 << 20
+"""Logits held at once (4 MiB in float32): small enough to stay in cache, large enough to amortise the calls."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Attention of some queries: `probabilities[b, h, g, r, v]` over the first `v` slots, in float32.
+
+    `slots` are the queries' slots in the observation. Rows of missing queries hold garbage; weigh them by 0.
+    """
+
+    slots: Int[Tensor, "r"]
+    probabilities: Float[Tensor, "b h g r v"]
+
+
+def blocks(
+    observation: Observation, slots: Int[Tensor, "r"] | None = None, *, causal: bool = True, elements: int | None = None
+) -> Iterator[Block]:
+    """Attention rows of the observed queries, a block at a time, softmax over valid (and earlier) entries.
+
+    `p_j(i) = softmax_i(scale q_j.k_i + log_weight_i)`. `slots` picks query slots (ascending; default: all of them).
+    `causal=False` lets every query see the whole prompt. Memory: `elements` float32 numbers, twice.
+    """
+    b, h, g, q, d = observation.queries.shape
+    t = observation.keys.shape[2]
+    device = observation.keys.device
+    contiguous = slots is None
+    slots = torch.arange(q, device=device) if slots is None else slots
+    queries = (observation.queries.float() * observation.scale) if contiguous else (
+        observation.queries[:, :, :, slots].float() * observation.scale
+    )
+    keys = observation.keys.float().transpose(2, 3)
+    bias = _bias(observation)
+    rows = max(1, min(len(slots), (elements or BLOCK_ELEMENTS) // (b * h * g * t)))
+    for start in range(0, len(slots), rows):
+        chosen = slots[start : start + rows]
+        r = len(chosen)
+        if not causal:
+            visible = t
+        elif contiguous:
+            visible = t - q + start + r
+        else:
+            visible = t - q + int(chosen[-1]) + 1
+        packed = queries[:, :, :, start : start + r].reshape(b, h, g * r, d)
+        logits = (packed @ keys[..., :visible]).view(b, h, g, r, visible)
+        if bias is not None:
+            logits += bias[:, :, None, None, :visible]
+        if causal and r > 1:
+            first = t - q + (start if contiguous else int(chosen[0]))  # every row of the block sees slots up to here
+            columns = torch.arange(first, visible, device=device)
+            later = columns > (t - q + chosen)[:, None]
+            logits[..., first:].masked_fill_(later, -torch.inf)
+        yield Block(chosen, torch.softmax(logits, dim=-1, out=logits))
+
+
+def _bias(observation: Observation) -> Float[Tensor, "b h t"] | None:
+    """Log weights, and a very negative number on missing slots (finite: a missing query may see nothing else)."""
+    complete = bool((observation.lengths == observation.keys.shape[2]).all())
+    exact = not bool(observation.log_weights.any())
+    if complete and exact:
+        return None
+    return observation.log_weights.masked_fill(~observation.valid, torch.finfo(torch.float32).min)
+
+
+def attended(
+    observation: Observation, weights: Float[Tensor, "b r"], slots: Int[Tensor, "r"] | None = None, *, causal: bool = True
+) -> Float[Tensor, "b h g t"]:
+    """`sum_j weights_j p_j(i)` for every query head; float32, 0 on missing slots."""
+    b, h, g, _, _ = observation.queries.shape
+    total = observation.keys.new_zeros((b, h, g, observation.keys.shape[2]), dtype=torch.float32)
+    start = 0
+    for block in blocks(observation, slots, causal=causal):
+        r, visible = block.probabilities.shape[-2:]
+        weight = weights[:, None, None, None, start : start + r].float()
+        total[..., :visible] += (weight.expand(b, h, g, 1, r) @ block.probabilities)[..., 0, :]
+        start += r
+    return total * observation.valid[:, :, None]
+
+
+def query_weights(observation: Observation) -> Float[Tensor, "b q"]:
+    """1 for every query that exists, 0 for missing ones."""
+    return observation.query_valid.float()

@@ -1,0 +1,105 @@
+"""The sentence that joins the stages, and the map of the library: read `Policy.evict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvest import grammar
+from kvest.allocate import Allocate, UniformAllocation
+from kvest.budget import Budget, Entries
+from kvest.correct import Correct
+from kvest.propose import Propose
+from kvest.random import Stream
+from kvest.retain import retain
+from kvest.sample import Design
+from kvest.types import Observation, Proposal, Retained
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to keep of a KV cache, and when: `PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET[, every=N]`
+
+    One-shot by default: the cache is evicted once, after the prompt (the first forward pass). With `every=N` the
+    budget stands: whenever a head holds N entries more than the budget, and after every pass of several tokens (a
+    later turn, a chunk of a chunked prefill), it is evicted again. The first `sinks` positions and the `window` most
+    recent entries always stay, and count towards the budget.
+
+    Raises ValueError when parts do not go together.
+    """
+
+    propose: Propose
+    design: Design
+    correct: Correct
+    budget: Budget
+    allocate: Allocate = field(default_factory=UniformAllocation)
+    every: int | None = None
+    sinks: int = 4
+    window: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.design.random and self.correct.corrects:
+            raise ValueError(
+                f"{grammar.say(self.design)} keeps an entry with probability 0 or 1, so the log weight of "
+                f"{grammar.say(self.correct)} would be 0 everywhere: write /none, or take a random design such as systematic"
+            )
+        if self.propose.deterministic_only and self.design.random:
+            raise ValueError(
+                f"{grammar.say(self.propose)} gives most entries probability 0, so {grammar.say(self.design)} has nothing "
+                "to draw from: write /top_k/none, or mix it: mixed(streaming, 0.2)"
+            )
+        for name, least in (("sinks", 0), ("window", 0), ("every", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value!r}")
+        if self.window < 1:
+            raise ValueError("window must be at least 1: the latest token's own entry always stays")
+        if isinstance(self.budget, Entries) and self.budget.count < self.sinks + self.window:
+            raise ValueError(
+                f"a budget of {self.budget.count} entries per head cannot hold {self.sinks} sinks and a window of "
+                f"{self.window}: raise it to at least {self.sinks + self.window}, or lower sinks= and window="
+            )
+
+    @classmethod
+    def parse(cls, text: str, **fields: Any) -> Policy:
+        """Read a policy as people write it; `fields` (`every=64`, `sinks=8`) override what the text says.
+
+        >>> Policy.parse("snapkv/top_k/none@0.25").window
+        16
+
+        Raises PolicyError (a ValueError) with a caret under the place that cannot be read.
+        """
+        return cls(**{**grammar.parse(text), **fields})
+
+    def __str__(self) -> str:
+        return grammar.write(self)
+
+    def evict(self, observations: Sequence[Observation], streams: Sequence[Stream]) -> list[Retained]:
+        """Evict some layers together: propose, allocate, sample, correct, retain."""
+        proposals = [self.proposal(observation) for observation in observations]
+        return self.settle(observations, proposals, streams)
+
+    def proposal(self, observation: Observation) -> Proposal:
+        """Score one layer; sinks and window are certain to stay."""
+        proposal = self.propose(observation)
+        if not torch.isfinite(proposal.score).all():
+            raise ValueError(
+                f"{grammar.say(self.propose)} gave NaN or infinite scores: the layer's queries, keys or values are not "
+                "finite (an overflow in float16? try bfloat16 or float32)"
+            )
+        return Proposal(proposal.score, proposal.certain | observation.protected, proposal.history)
+
+    def settle(
+        self, observations: Sequence[Observation], proposals: Sequence[Proposal], streams: Sequence[Stream]
+    ) -> list[Retained]:
+        """The rest of `evict`, for layers whose proposals are there: they compete, if the allocation lets them."""
+        counts = self.allocate(proposals, observations, self.design)
+        kept = []
+        for observation, proposal, count, stream in zip(observations, proposals, counts, streams, strict=True):
+            draw = self.design(proposal, observation.valid, count, observation.positions, stream)
+            log_weights = self.correct(draw, observation)
+            kept.append(retain(observation, draw, log_weights, proposal if self.every else None))
+        return kept

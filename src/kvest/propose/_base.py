@@ -1,0 +1,52 @@
+"""What every proposal is: a frozen dataclass of its knobs, called with an `Observation`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvest.types import Observation, Proposal
+
+
+@dataclass(frozen=True)
+class Propose(ABC):
+    """`score >= 0` for every entry; entries that are certain to stay, if the method has any of its own.
+
+    `queries` is how many of the latest queries the method looks at (0: none, None: all). `deterministic_only` marks
+    scores that are no proposal density (most entries have score 0), `carries` those that add up over rounds.
+    `needs_rotation` marks those that undo the rotary embedding.
+    """
+
+    deterministic_only: ClassVar[bool] = False
+    carries: ClassVar[bool] = False
+    needs_rotation: ClassVar[bool] = False
+
+    @property
+    def queries(self) -> int | None:
+        return 0
+
+    @abstractmethod
+    def __call__(self, observation: Observation) -> Proposal: ...
+
+
+def propose_score(observation: Observation, score: Float[Tensor, "b h t"]) -> Proposal:
+    """A proposal without certain entries: score in float32, 0 on missing slots."""
+    valid = observation.valid
+    return Proposal(score.float().masked_fill(~valid, 0.0), torch.zeros_like(valid))
+
+
+def value_norms(observation: Observation) -> Float[Tensor, "b h t"]:
+    """norm(v_i), float32."""
+    return torch.linalg.vector_norm(observation.values.float(), dim=-1)
+
+
+def last(observation: Observation, count: int) -> Observation:
+    """The latest `count` queries; a clear error where there are none."""
+    if observation.queries.shape[3] == 0:
+        raise ValueError("this proposal looks at queries, and the observation has none: observe() needs queries")
+    return observation.recent(count)

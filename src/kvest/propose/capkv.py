@@ -1,0 +1,119 @@
+"""CapKV: what an entry adds to the information capacity of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvest.propose._base import Propose, last, propose_score
+from kvest.types import Observation, Proposal, Rotation
+
+
+@dataclass(frozen=True)
+class CapKV(Propose):
+    """score_i = w_i v_i^T A^-1 v_i,  A = I + sum_i w_i v_i v_i^T,  w_i = exp(tau <k_i, mu>)
+
+    The leverage of entry i in C(S) = log det(I + sum_{i in S} w_i v_i v_i^T): without i alone, C falls by
+    -log(1 - score_i). mu is the mean query. Averaged over the query heads of a group.
+
+    `form="authors"`: what the authors' code does. Keys and mu have unit length, mu is the mean query before its
+    rotation, rotated by the mean rotation of the next `ahead` positions, the largest log weight is subtracted before
+    exp, and w_i + 1e-6 stands for w_i.
+    `form="paper"`: the formula as printed, with the mean rotated query. The weights' common factor exp(max) is
+    moved to the identity (exactly, down to 1e-12 of A's trace), so that nothing overflows.
+
+    Source: Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective. An entry that was kept before
+    counts by its weight.
+    Unlike the paper: `authors` is the default, the form behind the published results.
+    """
+
+    form: Literal["authors", "paper"] = "authors"
+    tau: float = 5.0
+    ahead: int = 512
+
+    def __post_init__(self) -> None:
+        if self.form not in ("authors", "paper"):
+            raise ValueError(f"capkv has form='authors' and form='paper', not {self.form!r}")
+
+    @property
+    def queries(self) -> int | None:
+        return None
+
+    @property
+    def needs_rotation(self) -> bool:  # type: ignore[override]  # depends on the form
+        return self.form == "authors"
+
+    def __call__(self, observation: Observation) -> Proposal:
+        newest = last(observation, observation.queries.shape[3])
+        keys, values = newest.keys.float(), newest.values.float()
+        if self.form == "authors":
+            mean = normalize(_ahead(newest, self.ahead), dim=-1)
+            keys = normalize(keys, dim=-1)
+        else:
+            mean = _mean(newest.queries.float(), newest)
+        log_w = self.tau * (mean @ keys.transpose(2, 3)) + newest.log_weights[:, :, None]
+        log_w = log_w.masked_fill(~newest.valid[:, :, None], -torch.inf)
+        largest = log_w.amax(dim=-1, keepdim=True)
+        weights = (log_w - largest).exp()
+        ridge = torch.ones_like(largest)
+        if self.form == "authors":
+            weights = (weights + 1e-6) * newest.valid[:, :, None]
+        else:
+            ridge = (-largest).exp()
+        return propose_score(observation, _leverage(weights, values, ridge).mean(dim=2))
+
+
+def _leverage(
+    weights: Float[Tensor, "b h g t"], values: Float[Tensor, "b h t e"], ridge: Float[Tensor, "b h g 1"]
+) -> Float[Tensor, "b h g t"]:
+    """w_i v_i^T (ridge I + sum w v v^T)^-1 v_i, one query head at a time."""
+    scores = torch.empty_like(weights)
+    eye = torch.eye(values.shape[-1], dtype=torch.float64, device=values.device)
+    for g in range(weights.shape[2]):
+        w = weights[:, :, g]
+        gram = ((values * w[..., None]).transpose(2, 3) @ values).double()
+        floor = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(1e-300)
+        factor = torch.linalg.cholesky(gram + torch.maximum(ridge[:, :, g, :, None].double(), floor) * eye)
+        whitened = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False).float()
+        scores[:, :, g] = w * (values @ whitened.transpose(2, 3)).square().sum(-1)
+    return scores
+
+
+def _mean(queries: Float[Tensor, "b h g q d"], observation: Observation) -> Float[Tensor, "b h g d"]:
+    weights = observation.query_valid.float() / observation.query_lengths[:, None].clamp_min(1)
+    return torch.einsum("bhgqd,bq->bhgd", queries, weights)
+
+
+def _ahead(observation: Observation, ahead: int) -> Float[Tensor, "b h g d"]:
+    """The mean query before its rotation, rotated by the mean rotation of the `ahead` positions that follow."""
+    rotation = observation.rotation
+    if rotation is None:
+        raise ValueError(
+            "capkv(form='authors') undoes the rotary embedding and was given none: pass Observation.rotation "
+            "(positions -> cos, sin), or use capkv(form='paper')"
+        )
+    means = []
+    for row in range(observation.queries.shape[0]):
+        seen, count = int(observation.seen[row]), int(observation.query_lengths[row])
+        queries = observation.queries[row, :, :, observation.queries.shape[3] - count :].float()
+        plain = _turn(queries, rotation, torch.arange(seen - count, seen, device=queries.device), back=True).mean(-2)
+        future = torch.arange(seen, seen + ahead, device=queries.device)
+        cos, sin = (part.float().mean(0) for part in rotation(future))
+        means.append(plain * cos + _half(plain) * sin)
+    return torch.stack(means)
+
+
+def _turn(x: Float[Tensor, "h g n d"], rotation: Rotation, positions: Tensor, *, back: bool) -> Float[Tensor, "h g n d"]:
+    cos, sin = (part.float() for part in rotation(positions))
+    size = cos.square() + sin.square()  # 1, or the square of an attention factor (yarn)
+    return (x * cos - _half(x) * sin) / size if back else x * cos + _half(x) * sin
+
+
+def _half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

@@ -1,0 +1,49 @@
+"""pi_min-h: attention of all queries, the recent ones weighing more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvest.observe import attended
+from kvest.propose._base import Propose, last, propose_score, value_norms
+from kvest.types import Observation, Proposal
+
+
+@dataclass(frozen=True)
+class Harmonic(Propose):
+    """score_i = norm(v_i) sum_j h_j mean_g p_j(i),  h_j proportional to 1 / (t - j + 1)  (t: the last query)
+
+    `rows=256` looks at 256 queries only, spaced so that each stands for the same mass of h (cheaper, and worse: rare
+    strong attention is missed). `values=False` leaves norm(v_i) out.
+    Source: pi_min-h of A Probabilistic Interpretation of KV Cache Eviction; this reading of its prior is ours.
+    """
+
+    rows: int | None = None
+    values: bool = True
+
+    @property
+    def queries(self) -> int | None:
+        return None
+
+    def __call__(self, observation: Observation) -> Proposal:
+        newest = last(observation, observation.queries.shape[3])
+        q = newest.queries.shape[3]
+        prior = 1.0 / torch.arange(q, 0, -1, device=newest.queries.device, dtype=torch.float64)
+        slots = None
+        if self.rows is not None and self.rows < q:
+            slots = _quantiles(prior, self.rows)
+            weights = newest.query_valid[:, slots].double()
+        else:
+            weights = newest.query_valid * prior
+        weights = (weights / weights.sum(dim=1, keepdim=True).clamp_min(1e-300)).float()
+        score = attended(newest, weights, slots).mean(dim=2)
+        return propose_score(observation, score * value_norms(observation) if self.values else score)
+
+
+def _quantiles(prior: torch.Tensor, rows: int) -> torch.Tensor:
+    """Slots at the midpoints of `rows` equal shares of the prior's mass, each slot once."""
+    mass = prior.cumsum(0) / prior.sum()
+    points = (torch.arange(rows, device=prior.device, dtype=prior.dtype) + 0.5) / rows
+    return torch.searchsorted(mass, points).clamp_max(len(prior) - 1).unique()

@@ -1,0 +1,41 @@
+"""SnapKV: what the last queries of the prompt attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.nn.functional import avg_pool1d
+
+from kvest.observe import attended, query_weights
+from kvest.propose._base import Propose, last, propose_score
+from kvest.types import Observation, Proposal
+
+
+@dataclass(frozen=True)
+class SnapKV(Propose):
+    """score_i = mean over i's `pool` neighbours of mean_{g, j} p_j(i),  j: the last `window` queries
+
+    Source: SnapKV, arXiv:2404.14469.
+    Unlike the paper: which recent entries stay for sure is the policy's `window`, not the observed queries; at the ends
+    of the sequence the pool averages over the neighbours that exist.
+    """
+
+    window: int = 64
+    pool: int = 5
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
+            raise ValueError(f"snapkv needs window >= 1 and an odd pool >= 1, not window={self.window}, pool={self.pool}")
+
+    @property
+    def queries(self) -> int | None:
+        return self.window
+
+    def __call__(self, observation: Observation) -> Proposal:
+        newest = last(observation, self.window)
+        weights = query_weights(newest) / newest.query_lengths[:, None].clamp_min(1)
+        score = attended(newest, weights).mean(dim=2)
+        valid = observation.valid.float()
+        total = avg_pool1d(score * valid, self.pool, stride=1, padding=self.pool // 2)
+        present = avg_pool1d(valid, self.pool, stride=1, padding=self.pool // 2)
+        return propose_score(observation, total / present.clamp_min(1e-6))

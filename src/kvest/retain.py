@@ -1,0 +1,217 @@
+"""The only place where entries are dropped, stored and counted.
+
+Storage is flat: all heads' entries in one tensor, head after head, with offsets. Heads may hold different numbers, and
+bytes fall accordingly; equal numbers make it a plain `[b, h, s, d]` view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvest.types import Draw, Observation, Proposal, Retained
+
+
+def retain(
+    observation: Observation, draw: Draw, log_weights: Float[Tensor, "b h t"], proposal: Proposal | None = None
+) -> Retained:
+    """Copy the kept entries into storage of their own; `log_weights` is what this round adds.
+
+    `proposal` is given where its history must be carried to the next round.
+    """
+    index = draw.keep.flatten().nonzero()[:, 0]
+    counts = draw.keep.sum(dim=-1).tolist()
+
+    def pick(x: Tensor) -> Tensor:
+        return x.flatten(0, 2).index_select(0, index)
+
+    carried = proposal.history if proposal is not None else None
+    return Retained(
+        keys=pick(observation.keys),
+        values=pick(observation.values),
+        log_weights=pick(observation.log_weights + log_weights),
+        positions=pick(observation.positions).to(torch.int32),
+        counts=tuple(tuple(row) for row in counts),
+        history=None if carried is None else pick(carried),
+    )
+
+
+def concatenate(parts: list[Retained]) -> Retained:
+    """Rows of several packs, one below the other."""
+
+    def join(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    first = parts[0]
+    return replace(
+        first,
+        keys=join("keys"),
+        values=join("values"),
+        log_weights=join("log_weights"),
+        positions=join("positions"),
+        counts=tuple(row for part in parts for row in part.counts),
+        history=None if first.history is None else join("history"),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring heads that own equally many slots, as views: `k` heads of `c` slots, free slots of weight 0."""
+
+    heads: slice
+    keys: Float[Tensor, "1 k c d"]
+    values: Float[Tensor, "1 k c e"]
+    log_weights: Float[Tensor, "1 k c"]
+
+
+class Store:
+    """Kept entries with room to append: what a cache layer holds after an eviction.
+
+    Each head owns `capacity` slots in the flat tensors, of which the first `length` are taken; free slots have log
+    weight -inf, so that attention may run over them. Room is added in steps of a 64th of what is held (at least 16):
+    the copying that this costs is read once per step at most, and at most 1.6 % of a long cache is free slots.
+    """
+
+    def __init__(self, retained: Retained) -> None:
+        self.rows, self.heads = len(retained.counts), len(retained.counts[0])
+        self.lengths = [n for row in retained.counts for n in row]
+        self.capacities = list(self.lengths)
+        self.keys, self.values = retained.keys, retained.values
+        self.log_weights, self.positions = retained.log_weights, retained.positions
+        self.history = retained.history
+        self._ends: Int[Tensor, "bh"] | None = None
+        self._place()
+
+    def _place(self) -> None:
+        starts = [0]
+        for capacity in self.capacities:
+            starts.append(starts[-1] + capacity)
+        self.starts = starts[:-1]
+        self._ends = None
+        self._runs: list[Run] | None = None
+
+    def runs(self) -> list[Run]:
+        """All heads in order, neighbours of equal capacity together (one run where all are equal)."""
+        if self._runs is None:
+            self._runs = []
+            for capacity, group in groupby(range(len(self.capacities)), key=self.capacities.__getitem__):
+                members = list(group)
+                heads = slice(members[0], members[-1] + 1)
+                part = slice(self.starts[heads.start], self.starts[heads.start] + capacity * len(members))
+                shape = (1, len(members), capacity)
+                self._runs.append(
+                    Run(
+                        heads,
+                        self.keys[part].view(*shape, -1),
+                        self.values[part].view(*shape, -1),
+                        self.log_weights[part].view(shape),
+                    )
+                )
+        return self._runs
+
+    def append(
+        self,
+        keys: Float[Tensor, "b h n d"],
+        values: Float[Tensor, "b h n e"],
+        positions: Int[Tensor, "b n"],
+        exists: Bool[Tensor, "b n"] | None = None,
+    ) -> None:
+        """Append exact entries; where `exists` is False (padding) nothing is stored."""
+        b, h, n, _ = keys.shape
+        added = [n] * b if exists is None else exists.sum(dim=1).tolist()
+        wanted = [self.lengths[i] + added[i // h] for i in range(b * h)]
+        if any(w > c for w, c in zip(wanted, self.capacities, strict=True)):
+            self._grow(wanted)
+        if self._ends is None:
+            ends = [s + n for s, n in zip(self.starts, self.lengths, strict=True)]
+            self._ends = torch.tensor(ends, device=keys.device)
+        if exists is None:
+            slots = self._ends[:, None] + torch.arange(n, device=keys.device)
+            keys, values = keys.reshape(b * h * n, -1), values.reshape(b * h * n, -1)
+            where = positions[:, None].expand(b, h, n).reshape(-1)
+            self._ends = self._ends + n
+        else:
+            rank = exists.cumsum(dim=1) - 1
+            every = exists[:, None].expand(b, h, n)
+            slots = (self._ends.view(b, h, 1) + rank[:, None])[every]
+            keys, values = keys[every], values[every]
+            where = positions[:, None].expand(b, h, n)[every]
+            self._ends = (self._ends.view(b, h) + exists.sum(dim=1)[:, None]).flatten()
+        slots = slots.reshape(-1)
+        self.keys.index_copy_(0, slots, keys)
+        self.values.index_copy_(0, slots, values)
+        self.log_weights.index_fill_(0, slots, 0.0)
+        self.positions.index_copy_(0, slots, where.to(self.positions.dtype))
+        if self.history is not None:
+            self.history.index_fill_(0, slots, 0.0)
+        self.lengths = wanted
+
+    def _grow(self, wanted: list[int]) -> None:
+        """Move to storage in which every head has room for `wanted` entries and a few more."""
+        source = self.taken()
+        self.capacities = [w + max(16, w // 64) for w in wanted]
+        self._place()
+        target = self.taken()
+        size = sum(self.capacities)
+
+        def move(x: Tensor, fill: float) -> Tensor:
+            return x.new_full((size, *x.shape[1:]), fill).index_copy_(0, target, x.index_select(0, source))
+
+        self.keys, self.values = move(self.keys, 0), move(self.values, 0)
+        self.log_weights, self.positions = move(self.log_weights, -torch.inf), move(self.positions, 0)
+        if self.history is not None:
+            self.history = move(self.history, 0)
+        self._runs = None
+
+    def taken(self) -> Int[Tensor, "s"]:
+        """Slots of all entries, head after head."""
+        device = self.keys.device
+        lengths = torch.tensor(self.lengths, device=device)
+        skipped = torch.tensor(self.starts, device=device) - (lengths.cumsum(0) - lengths)
+        return torch.arange(sum(self.lengths), device=device) + skipped.repeat_interleave(lengths)
+
+    def crop(self, count: int) -> None:
+        """Take back the latest `count` entries of every head."""
+        self.lengths = [n - count for n in self.lengths]
+        ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)], device=self.keys.device)
+        freed = (ends[:, None] + torch.arange(count, device=self.keys.device)).flatten()
+        self.log_weights.index_fill_(0, freed, -torch.inf)
+        self._ends = ends
+
+    def retained(self, rows: list[int] | None = None) -> Retained:
+        """The entries without gaps, of these rows (default: all; a row may be named several times)."""
+        slots = self.taken()
+        if rows is not None:
+            parts = slots.split([sum(self.counts(row)) for row in range(self.rows)])
+            slots = torch.cat([parts[row] for row in rows])
+        return Retained(
+            keys=self.keys[slots],
+            values=self.values[slots],
+            log_weights=self.log_weights[slots],
+            positions=self.positions[slots],
+            counts=tuple(tuple(self.counts(row)) for row in (range(self.rows) if rows is None else rows)),
+            history=None if self.history is None else self.history[slots],
+        )
+
+    def counts(self, row: int) -> list[int]:
+        """Entries held by each head of a row."""
+        return self.lengths[row * self.heads : (row + 1) * self.heads]
+
+    def head(self, x: Tensor, row: int, head: int) -> Tensor:
+        """One head's part of one of the flat tensors."""
+        i = row * self.heads + head
+        return x[self.starts[i] : self.starts[i] + self.lengths[i]]
+
+    def right_aligned(self) -> tuple[Int[Tensor, "b h t"], Int[Tensor, "b h"]]:
+        """(slot of every entry in a padded view `[b, h, t]`, entries of each head); missing slots point at slot 0."""
+        device = self.keys.device
+        lengths = torch.tensor(self.lengths, device=device)
+        starts = torch.tensor(self.starts, device=device)
+        t = max(self.lengths)
+        slots = torch.arange(t, device=device) - (t - lengths)[:, None]
+        slots = (starts[:, None] + slots).masked_fill(slots < 0, 0)
+        return slots.view(self.rows, self.heads, t), lengths.view(self.rows, self.heads)

@@ -1,0 +1,121 @@
+"""The nouns of kvest. Nothing here computes anything worth testing.
+
+Axes, the same letters everywhere (`docs/notation.md`): `b` rows, `h` KV heads, `g` query heads per KV head,
+`q` queries, `t` entries seen, `s` slots kept, `d` key width, `e` value width, `l` layers.
+
+Entries stand in ascending order of position and are *right-aligned*: where heads hold different numbers, the missing
+slots are in front. Queries are right-aligned too, and the last `q` entries are the queries' own: the query in slot
+`q - 1 - i` wrote the entry in slot `t - 1 - i` and sees no later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.utils import _pytree
+
+Rotation = Callable[[Int[Tensor, "n"]], tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]]
+"""Positions -> (cos, sin) of the model's rotary embedding, in the rotate-half layout."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one layer saw when it is about to be evicted.
+
+    `lengths` counts the entries that really exist for each row and head (padding and missing slots are in front of
+    them), `query_lengths` the queries of each row. `budget` is the number of entries per head that the budget means
+    for each row before heads compete; proposals that need a size (`streaming`, `with_certain`) read it. The first
+    `sinks` positions and the `window` most recent entries are `protected`: they stay, whatever the score; so does all
+    of a row that is not `due` (it holds no more than its budget, while other rows of the batch are evicted).
+    `history` is the attention that each entry had collected before this round, where a policy carries it.
+    """
+
+    queries: Float[Tensor, "b h g q d"]
+    keys: Float[Tensor, "b h t d"]
+    values: Float[Tensor, "b h t e"]
+    log_weights: Float[Tensor, "b h t"]
+    positions: Int[Tensor, "b h t"]
+    lengths: Int[Tensor, "b h"]
+    query_lengths: Int[Tensor, "b"]
+    seen: Int[Tensor, "b"]
+    budget: Int[Tensor, "b"]
+    due: Bool[Tensor, "b"]
+    scale: float
+    sinks: int = 0
+    window: int = 0
+    history: Float[Tensor, "b h t"] | None = None
+    rotation: Rotation | None = None
+
+    @property
+    def valid(self) -> Bool[Tensor, "b h t"]:
+        """Which slots hold an entry."""
+        slots = torch.arange(self.keys.shape[2], device=self.keys.device)
+        return slots >= self.keys.shape[2] - self.lengths[..., None]
+
+    @property
+    def query_valid(self) -> Bool[Tensor, "b q"]:
+        """Which slots hold a query."""
+        q = self.queries.shape[3]
+        return torch.arange(q, device=self.queries.device) >= q - self.query_lengths[:, None]
+
+    @property
+    def protected(self) -> Bool[Tensor, "b h t"]:
+        """Sinks and window, and all of a row that is not due: what stays whatever the score."""
+        recent = self.positions >= (self.seen - self.window)[:, None, None]
+        return self.valid & ((self.positions < self.sinks) | recent | ~self.due[:, None, None])
+
+    def recent(self, count: int | None) -> Observation:
+        """The same entries, seen by the last `count` queries only (None: by all that there are)."""
+        q = self.queries.shape[3]
+        if count is None or count >= q:
+            return self
+        return replace(self, queries=self.queries[:, :, :, q - count :], query_lengths=self.query_lengths.clamp(max=count))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """How much each entry matters: `score >= 0` (0 on missing slots), and the entries that are certain to stay.
+
+    `history` is the attention collected so far, for a policy that evicts again (None: nothing to carry).
+    """
+
+    score: Float[Tensor, "b h t"]
+    certain: Bool[Tensor, "b h t"]
+    history: Float[Tensor, "b h t"] | None = None
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which entries stay, and with what probability they did.
+
+    `inclusion` is P(entry kept) in float64, 1 for certain entries and 0 on missing slots; `multiplicity` how often an
+    entry was drawn and `expected` its mean (without replacement: keep and inclusion once more).
+    """
+
+    keep: Bool[Tensor, "b h t"]
+    inclusion: Float[Tensor, "b h t"]
+    multiplicity: Int[Tensor, "b h t"]
+    expected: Float[Tensor, "b h t"]
+
+
+@dataclass(frozen=True)
+class Retained:
+    """The entries that stay, packed without gaps: head by head, row by row, ascending positions.
+
+    `counts[row][head]` says how many of the `s` slots belong to each head, in that order.
+    """
+
+    keys: Float[Tensor, "s d"]
+    values: Float[Tensor, "s e"]
+    log_weights: Float[Tensor, "s"]
+    positions: Int[Tensor, "s"]
+    counts: tuple[tuple[int, ...], ...]
+    history: Float[Tensor, "s"] | None = None
+
+
+for _noun in (Observation, Proposal, Draw, Retained):
+    _pytree.register_dataclass(_noun)
