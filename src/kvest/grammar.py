@@ -52,7 +52,9 @@ def parse(text: str) -> dict[str, Any]:
 def write(policy: Policy) -> str:
     """The text that `parse` reads back to an equal policy."""
     allocate = "" if policy.allocate == UniformAllocation() else f"+{say(policy.allocate)}"
-    options = [f", {f.name}={getattr(policy, f.name)}" for f in fields(policy) if f.name in _OPTIONS and _changed(policy, f)]
+    options = [
+        f", {f.name}={getattr(policy, f.name)}" for f in fields(policy) if f.name in _OPTIONS and _changed(policy, f)
+    ]
     parts = f"{say(policy.propose)}{allocate}/{say(policy.design)}/{say(policy.correct)}"
     return f"{parts}@{policy.budget}{''.join(options)}"
 

@@ -43,8 +43,10 @@ def blocks(
     device = observation.keys.device
     contiguous = slots is None
     slots = torch.arange(q, device=device) if slots is None else slots
-    queries = (observation.queries.float() * observation.scale) if contiguous else (
-        observation.queries[:, :, :, slots].float() * observation.scale
+    queries = (
+        (observation.queries.float() * observation.scale)
+        if contiguous
+        else (observation.queries[:, :, :, slots].float() * observation.scale)
     )
     keys = observation.keys.float().transpose(2, 3)
     bias = _bias(observation)
@@ -80,7 +82,11 @@ def _bias(observation: Observation) -> Float[Tensor, "b h t"] | None:
 
 
 def attended(
-    observation: Observation, weights: Float[Tensor, "b r"], slots: Int[Tensor, "r"] | None = None, *, causal: bool = True
+    observation: Observation,
+    weights: Float[Tensor, "b r"],
+    slots: Int[Tensor, "r"] | None = None,
+    *,
+    causal: bool = True,
 ) -> Float[Tensor, "b h g t"]:
     """`sum_j weights_j p_j(i)` for every query head; float32, 0 on missing slots."""
     b, h, g, _, _ = observation.queries.shape

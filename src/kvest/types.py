@@ -73,7 +73,9 @@ class Observation:
         q = self.queries.shape[3]
         if count is None or count >= q:
             return self
-        return replace(self, queries=self.queries[:, :, :, q - count :], query_lengths=self.query_lengths.clamp(max=count))
+        return replace(
+            self, queries=self.queries[:, :, :, q - count :], query_lengths=self.query_lengths.clamp(max=count)
+        )
 
 
 @dataclass(frozen=True)

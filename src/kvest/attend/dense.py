@@ -29,7 +29,12 @@ def attention(
     b, heads, q, d = queries.shape
     h, t = keys.shape[1:3]
     weights_shape = None if log_weights is None else tuple(log_weights.shape)
-    if keys.shape != (b, h, t, d) or values.shape[:3] != (b, h, t) or heads % h or weights_shape not in (None, (b, h, t)):
+    if (
+        keys.shape != (b, h, t, d)
+        or values.shape[:3] != (b, h, t)
+        or heads % h
+        or weights_shape not in (None, (b, h, t))
+    ):
         raise ValueError(
             "attention needs queries [b, h*g, q, d], keys [b, h, t, d], values [b, h, t, e] and log_weights [b, h, t], "
             f"not {tuple(queries.shape)}, {tuple(keys.shape)}, {tuple(values.shape)} and {weights_shape}"

@@ -33,7 +33,9 @@ class EvictionCache(Cache):
         rotation = compat.rotation(model)
         if policy.propose.needs_rotation and rotation is None:
             raise compat.UnsupportedModel(
-                model, f"{policy.propose} undoes a full rotary embedding, and it has none of that kind", "Use another proposal"
+                model,
+                f"{policy.propose} undoes a full rotary embedding, and it has none of that kind",
+                "Use another proposal",
             )
         windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
         config = compat.text_config(model)

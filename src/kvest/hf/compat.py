@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Float, Int
+from packaging import version
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -18,6 +20,10 @@ from kvest.types import Rotation
 
 PREFIX = "kvest_"
 """An attached model's attention implementation is this and the name of the one it had, e.g. `kvest_sdpa`."""
+
+
+CACHE_ARGUMENT = "cache" if version.parse(transformers.__version__) >= version.parse("5.24") else "past_key_values"
+"""What a model's forward and generate call their cache."""
 
 
 class UnsupportedModel(ValueError):
@@ -39,9 +45,13 @@ def check(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(model, "it is an encoder-decoder with a cache of its own", stock)
     if getattr(config, "kv_lora_rank", None) is not None:
-        raise UnsupportedModel(model, "its latent attention (MLA) has no keys per head that could be kept or dropped", stock)
+        raise UnsupportedModel(
+            model, "its latent attention (MLA) has no keys per head that could be kept or dropped", stock
+        )
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(model, "its attention cannot be exchanged through transformers' AttentionInterface", stock)
+        raise UnsupportedModel(
+            model, "its attention cannot be exchanged through transformers' AttentionInterface", stock
+        )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModel(model, "it caps attention logits (softcap), which kvest does not do yet", stock)
     if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
@@ -54,13 +64,19 @@ def stock_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
     evictable = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for i, layer in enumerate(layers):
         bounded = isinstance(layer, DynamicSlidingWindowLayer) or not isinstance(layer, DynamicLayer)
-        if i not in evictable and (not bounded or type(layer).__name__ == "DummyLayer" or "And" in type(layer).__name__):
+        if i not in evictable and (
+            not bounded or type(layer).__name__ == "DummyLayer" or "And" in type(layer).__name__
+        ):
             raise UnsupportedModel(
-                model, f"layer {i} keeps its cache in a {type(layer).__name__}, which kvest does not know", "Use the stock cache"
+                model,
+                f"layer {i} keeps its cache in a {type(layer).__name__}, which kvest does not know",
+                "Use the stock cache",
             )
     if not evictable:
         raise UnsupportedModel(
-            model, "every layer is bounded already (sliding window or linear attention)", "The stock cache will not grow"
+            model,
+            "every layer is bounded already (sliding window or linear attention)",
+            "The stock cache will not grow",
         )
     return layers, evictable
 

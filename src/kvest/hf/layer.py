@@ -146,6 +146,7 @@ class EvictionLayer(CacheLayerMixin):
         else:
             output = attend(queries, self.store, scale, step.exists).transpose(1, 2).contiguous(), None
         session.waiting = None
+        self.scale = scale
         if any(step.due) or session.remembers:
             self.queries.append(queries)
             self._forget_old_queries()
@@ -217,8 +218,12 @@ class EvictionLayer(CacheLayerMixin):
             keys, values = align(keys, exists), align(values, exists)
         positions = torch.arange(t, device=keys.device) - (t - seen)[:, None]
         return self._blank(
-            keys, values, positions[:, None].expand(b, h, t), torch.zeros(b, 1, 1, device=keys.device).expand(b, h, t),
-            seen[:, None].expand(b, h), None,
+            keys,
+            values,
+            positions[:, None].expand(b, h, t),
+            torch.zeros(b, 1, 1, device=keys.device).expand(b, h, t),
+            seen[:, None].expand(b, h),
+            None,
         )
 
     def _stored(self) -> Observation:
@@ -234,7 +239,15 @@ class EvictionLayer(CacheLayerMixin):
             store.keys[slots], store.values[slots], store.positions[slots].long(), weights, lengths, history
         )
 
-    def _blank(self, keys: Tensor, values: Tensor, positions: Tensor, log_weights: Tensor, lengths: Tensor, history: Tensor | None) -> Observation:
+    def _blank(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        log_weights: Tensor,
+        lengths: Tensor,
+        history: Tensor | None,
+    ) -> Observation:
         b, h, _, d = keys.shape
         none = torch.zeros(b, dtype=torch.int64, device=keys.device)
         return Observation(

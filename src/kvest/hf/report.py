@@ -52,7 +52,10 @@ class Report:
             ("policy", self.policy),
             ("tokens seen", ", ".join(str(n) for n in self.seen.tolist())),
             ("entries kept", f"{kept.mean():.0f} per head{spread}, {share:.1%} of the tokens"),
-            ("bytes held", f"{_bytes(self.kept_bytes)} of {_bytes(self.full_bytes)} ({self.kept_bytes / self.full_bytes:.1%})"),
+            (
+                "bytes held",
+                f"{_bytes(self.kept_bytes)} of {_bytes(self.full_bytes)} ({self.kept_bytes / self.full_bytes:.1%})",
+            ),
             ("evictions", "none: shorter than the budget, kept whole" if self.kept_whole else str(max(self.evictions))),
         ]
         return "\n".join(f"{name:<13}{text}" for name, text in lines)

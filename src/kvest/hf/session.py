@@ -88,7 +88,9 @@ class Session:
         if not self.seen:
             self.seen, self.held, self.rounds = [0] * rows, [0] * rows, [0] * rows
         if len(self.seen) != rows:
-            raise ValueError(f"this cache holds {len(self.seen)} rows, and the input has {rows}: use one cache per batch")
+            raise ValueError(
+                f"this cache holds {len(self.seen)} rows, and the input has {rows}: use one cache per batch"
+            )
         exists = None
         if attention_mask is not None:
             if attention_mask.shape[-1] != columns + tokens:
@@ -198,7 +200,9 @@ class Session:
             return self.exists
         device = (self.exists if self.exists is not None else step.exists).device  # type: ignore[union-attr]  # one is there
         rows = len(self.seen)
-        before = self.exists if self.exists is not None else torch.ones(rows, self.tail, dtype=torch.bool, device=device)
+        before = (
+            self.exists if self.exists is not None else torch.ones(rows, self.tail, dtype=torch.bool, device=device)
+        )
         now = step.exists if step.exists is not None else torch.ones(rows, step.tokens, dtype=torch.bool, device=device)
         return torch.cat([before, now], dim=1)
 

@@ -25,7 +25,8 @@ class CapKV(Propose):
     rotation, rotated by the mean rotation of the next `ahead` positions, the largest log weight is subtracted before
     exp, and w_i + 1e-6 stands for w_i.
     `form="paper"`: the formula as printed, with the mean rotated query. The weights' common factor exp(max) is
-    moved to the identity (exactly, down to 1e-12 of A's trace), so that nothing overflows.
+    moved to the identity (exactly, down to 1e-12 of A's trace), so that nothing overflows; where all leverages fall
+    below 1e-20 they are given relative to the largest.
 
     Source: Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective. An entry that was kept before
     counts by its weight.
@@ -64,22 +65,26 @@ class CapKV(Propose):
         if self.form == "authors":
             weights = (weights + 1e-6) * newest.valid[:, :, None]
         else:
-            ridge = (-largest).exp()
-        return propose_score(observation, _leverage(weights, values, ridge).mean(dim=2))
+            ridge = (-largest.double()).clamp(-600.0, 600.0).exp()
+            values = values.double()  # the ridge may be tiny: a Gram matrix in float32 would not stay positive
+        score = _leverage(weights, values, ridge).mean(dim=2)
+        largest_score = score.amax(dim=-1, keepdim=True)  # of an empty head (huge ridge) even float32 sees only zeros
+        score = torch.where(largest_score < 1e-20, score / largest_score.clamp_min(1e-300), score)
+        return propose_score(observation, score)
 
 
 def _leverage(
     weights: Float[Tensor, "b h g t"], values: Float[Tensor, "b h t e"], ridge: Float[Tensor, "b h g 1"]
 ) -> Float[Tensor, "b h g t"]:
     """w_i v_i^T (ridge I + sum w v v^T)^-1 v_i, one query head at a time."""
-    scores = torch.empty_like(weights)
+    scores = torch.empty_like(weights, dtype=values.dtype)
     eye = torch.eye(values.shape[-1], dtype=torch.float64, device=values.device)
     for g in range(weights.shape[2]):
-        w = weights[:, :, g]
+        w = weights[:, :, g].to(values.dtype)
         gram = ((values * w[..., None]).transpose(2, 3) @ values).double()
         floor = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(1e-300)
         factor = torch.linalg.cholesky(gram + torch.maximum(ridge[:, :, g, :, None].double(), floor) * eye)
-        whitened = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False).float()
+        whitened = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False).to(values.dtype)
         scores[:, :, g] = w * (values @ whitened.transpose(2, 3)).square().sum(-1)
     return scores
 
@@ -108,7 +113,9 @@ def _ahead(observation: Observation, ahead: int) -> Float[Tensor, "b h g d"]:
     return torch.stack(means)
 
 
-def _turn(x: Float[Tensor, "h g n d"], rotation: Rotation, positions: Tensor, *, back: bool) -> Float[Tensor, "h g n d"]:
+def _turn(
+    x: Float[Tensor, "h g n d"], rotation: Rotation, positions: Tensor, *, back: bool
+) -> Float[Tensor, "h g n d"]:
     cos, sin = (part.float() for part in rotation(positions))
     size = cos.square() + sin.square()  # 1, or the square of an attention factor (yarn)
     return (x * cos - _half(x) * sin) / size if back else x * cos + _half(x) * sin

