@@ -40,7 +40,23 @@ _HOME = {
     "Retained": "kvest.types",
 }
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "attention",
+    "Bytes",
+    "detach",
+    "Draw",
+    "Entries",
+    "EvictionCache",
+    "Fraction",
+    "Observation",
+    "Policy",
+    "PolicyError",
+    "Proposal",
+    "Report",
+    "Retained",
+    "UnsupportedModel",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -44,12 +44,12 @@ class Policy:
         if not self.design.random and self.correct.corrects:
             raise ValueError(
                 f"{grammar.say(self.design)} keeps an entry with probability 0 or 1, so the log weight of "
-                f"{grammar.say(self.correct)} would be 0 everywhere: write /none, or take a random design such as systematic"
+                f"{grammar.say(self.correct)} would be 0 everywhere: write /none, or take a random design (systematic)"
             )
         if self.propose.deterministic_only and self.design.random:
             raise ValueError(
-                f"{grammar.say(self.propose)} gives most entries probability 0, so {grammar.say(self.design)} has nothing "
-                "to draw from: write /top_k/none, or mix it: mixed(streaming, 0.2)"
+                f"{grammar.say(self.propose)} gives most entries probability 0, so {grammar.say(self.design)} has "
+                "nothing to draw from: write /top_k/none, or mix it: mixed(streaming, 0.2)"
             )
         for name, least in (("sinks", 0), ("window", 0), ("every", 1)):
             value = getattr(self, name)

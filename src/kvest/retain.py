@@ -186,7 +186,7 @@ class Store:
         """The entries without gaps, of these rows (default: all; a row may be named several times)."""
         slots = self.taken()
         if rows is not None:
-            parts = slots.split([sum(self.counts(row)) for row in range(self.rows)])
+            parts = torch.split(slots, [sum(self.counts(row)) for row in range(self.rows)])
             slots = torch.cat([parts[row] for row in rows])
         return Retained(
             keys=self.keys[slots],

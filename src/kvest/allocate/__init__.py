@@ -4,6 +4,13 @@ from kvest.allocate._base import Allocate
 from kvest.allocate.one_threshold import OneThreshold
 from kvest.allocate.uniform import UniformAllocation
 
+__all__ = [
+    "ALLOCATIONS",
+    "Allocate",
+    "OneThreshold",
+    "UniformAllocation",
+]
+
 ALLOCATIONS: dict[str, type[Allocate]] = {
     "uniform": UniformAllocation,
     "one_threshold": OneThreshold,

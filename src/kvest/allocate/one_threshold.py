@@ -38,7 +38,7 @@ class OneThreshold(Allocate):
         free = torch.minimum(budget, lengths.sum(dim=1)) - certain.sum(dim=1)
         wanted = expected_counts(scores, free, design)
         counts = certain + largest_remainder(wanted, free, lengths - certain)
-        return list(counts.split([score.shape[1] for score in scores], dim=1))
+        return list(torch.split(counts, [score.shape[1] for score in scores], dim=1))
 
 
 def expected_counts(

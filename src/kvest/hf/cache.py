@@ -15,7 +15,7 @@ from kvest.hf.session import Session
 from kvest.policy import Policy
 
 
-class EvictionCache(Cache):
+class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """A cache for `model.generate(..., past_key_values=cache)` that is evicted as `policy` says.
 
     The same seed and prompt give the same cache, whatever the batch. Making one sets the name of the model's attention
@@ -68,7 +68,7 @@ class EvictionCache(Cache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding included: what position ids and attention masks count. `report().kept` says what is held."""
+        """Tokens seen, padding included, as position ids and attention masks count; `report().kept` is what is held."""
         return int(super().get_seq_length(layer_idx))
 
     def reset(self) -> None:

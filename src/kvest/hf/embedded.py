@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct, from a package of the Python package index, converted once.
 
-A GGUF file takes a quarter of a minute to read; the same weights as safetensors half a second. So the first use converts
-into the user's cache directory (`KVEST_CACHE`, else `XDG_CACHE_HOME/kvest`, else `~/.cache/kvest`).
+A GGUF file takes a quarter of a minute to read; the same weights as safetensors half a second. So the first use
+converts into the user's cache directory (`KVEST_CACHE`, else `XDG_CACHE_HOME/kvest`, else `~/.cache/kvest`).
 """
 
 from __future__ import annotations

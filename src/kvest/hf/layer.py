@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvest.attend import attend
 from kvest.hf import compat
+from kvest.hf.observe import observe
 from kvest.hf.session import Session
 from kvest.random import Stream
 from kvest.retain import Store
@@ -30,7 +30,7 @@ class MaskLength(int):
     columns: int
 
 
-class EvictionLayer(CacheLayerMixin):
+class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     """Keys and values of one layer; appends in `update`, attends and observes in `attend`."""
 
     is_sliding = False
@@ -44,7 +44,8 @@ class EvictionLayer(CacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        self.keys = self.values = None
+        self.keys: Any = None  # tensors until the first eviction
+        self.values: Any = None
         self.is_initialized = False
         self.columns = 0
         self.store: Store | None = None
@@ -80,8 +81,8 @@ class EvictionLayer(CacheLayerMixin):
         session = self.session
         if session.waiting is not None:
             raise RuntimeError(
-                f"kvest's attention never saw the keys of layer {session.waiting}: the model does something to them between "
-                "cache and attention that kvest does not know. Use the stock cache for it"
+                f"kvest's attention never saw the keys of layer {session.waiting}: the model does something to them "
+                "between cache and attention that kvest does not know. Use the stock cache for it"
             )
         step = session.plan(key_states, value_states)
         session.waiting = self.index
@@ -138,9 +139,7 @@ class EvictionLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of the new tokens; then evict, if the layer is due. `exact` computes it as without kvest."""
         session = self.session
-        step = session.step
-        if step is None or step.due is None:
-            raise RuntimeError("attention without a pass")
+        step = session.planned()
         if self.store is None:
             output = exact()
         else:
@@ -169,7 +168,7 @@ class EvictionLayer(CacheLayerMixin):
 
     def _propose(self, scale: float) -> None:
         policy = self.session.policy
-        observation = self.observe(scale)
+        observation = observe(self, scale)
         proposal = policy.proposal(observation)
         self.observed = (observation.recent(policy.correct.queries), proposal)
         self.queries = []
@@ -182,106 +181,3 @@ class EvictionLayer(CacheLayerMixin):
         """Hold what was kept, and nothing else."""
         self.store = Store(retained)
         self.keys = self.values = self.observed = None
-
-    def observe(self, scale: float) -> Observation:
-        """All that the layer holds and the queries since its last eviction, right-aligned."""
-        session = self.session
-        step = session.step
-        if step is None or step.due is None:
-            raise RuntimeError("observation without a pass")
-        device = self.device
-        seen = torch.tensor([n + a for n, a in zip(session.seen, step.added, strict=True)], device=device)
-        due = torch.tensor(step.due, device=device)
-        exists = session.tail_exists()
-        observation = self._stored() if self.store is not None else self._whole(seen, exists)
-        b, h = observation.lengths.shape
-        queries, query_lengths = self._queries(h, exists)
-        budget = torch.tensor(step.budgets, device=device)
-        return replace(
-            observation,
-            queries=queries,
-            query_lengths=query_lengths,
-            seen=seen,
-            budget=torch.where(due, budget, observation.keys.shape[2]),
-            due=due,
-            scale=scale,
-            sinks=session.policy.sinks,
-            window=session.policy.window,
-            rotation=session.rotation,
-        )
-
-    def _whole(self, seen: Tensor, exists: Bool[Tensor, "b t"] | None) -> Observation:
-        """Before the first eviction: every token, exact."""
-        keys, values = self.keys, self.values
-        b, h, t, _ = keys.shape
-        if exists is not None:
-            keys, values = align(keys, exists), align(values, exists)
-        positions = torch.arange(t, device=keys.device) - (t - seen)[:, None]
-        return self._blank(
-            keys,
-            values,
-            positions[:, None].expand(b, h, t),
-            torch.zeros(b, 1, 1, device=keys.device).expand(b, h, t),
-            seen[:, None].expand(b, h),
-            None,
-        )
-
-    def _stored(self) -> Observation:
-        """After an eviction: what each head kept and all since, in one padded block."""
-        store = self.store
-        assert store is not None
-        slots, lengths = store.right_aligned()
-        history = None if store.history is None else store.history[slots]
-        missing = torch.arange(slots.shape[2], device=slots.device) < slots.shape[2] - lengths[..., None]
-        weights = store.log_weights[slots].masked_fill(missing, 0.0)
-        history = None if history is None else history.masked_fill(missing, 0.0)
-        return self._blank(
-            store.keys[slots], store.values[slots], store.positions[slots].long(), weights, lengths, history
-        )
-
-    def _blank(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        log_weights: Tensor,
-        lengths: Tensor,
-        history: Tensor | None,
-    ) -> Observation:
-        b, h, _, d = keys.shape
-        none = torch.zeros(b, dtype=torch.int64, device=keys.device)
-        return Observation(
-            queries=keys.new_empty(b, h, 1, 0, d),
-            keys=keys,
-            values=values,
-            log_weights=log_weights,
-            positions=positions,
-            lengths=lengths,
-            query_lengths=none,
-            seen=none,
-            budget=none,
-            due=none.bool(),
-            scale=1.0,
-            history=history,
-        )
-
-    def _queries(self, h: int, exists: Bool[Tensor, "b n"] | None) -> tuple[Tensor, Tensor]:
-        if not self.queries:
-            rows = len(self.session.seen)
-            empty = torch.empty(rows, h, 1, 0, 1, dtype=self.dtype, device=self.device)
-            return empty, torch.zeros(rows, dtype=torch.int64, device=self.device)
-        queries = torch.cat(self.queries, dim=2) if len(self.queries) > 1 else self.queries[0]
-        b, heads, q, d = queries.shape
-        lengths = torch.full((b,), q, device=self.device)
-        if exists is not None:
-            mine = exists[:, exists.shape[1] - q :]
-            queries, lengths = align(queries, mine), mine.sum(dim=1)
-        return queries.reshape(b, h, heads // h, q, d), lengths
-
-
-def align(x: Float[Tensor, "b h n d"], exists: Bool[Tensor, "b n"]) -> Float[Tensor, "b h n d"]:
-    """Move padding to the front of each row, keeping the order of the rest."""
-    if bool((exists[:, 1:] >= exists[:, :-1]).all()):
-        return x
-    order = exists.long().argsort(dim=1, stable=True)
-    return x.gather(2, order[:, None, :, None].expand_as(x))

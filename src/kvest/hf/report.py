@@ -108,7 +108,7 @@ def _layer(layer: Any, rows: int, session: Session) -> tuple[list[list[Tensor]],
 
 def _held(layer: Any, row: int, session: Session) -> int:
     """Real tokens in a dense layer: of the columns that it holds, those that are not padding."""
-    columns: int = layer.keys.shape[2]
+    columns = int(layer.keys.shape[2])
     if session.evicted:  # a bounded layer, whose columns since then are the latest ones
         return min(columns, session.seen[row])
     if session.exists is None:

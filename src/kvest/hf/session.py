@@ -46,7 +46,7 @@ class Step:
     tokens: int
     exists: Bool[Tensor, "b n"] | None
     added: list[int]
-    due: list[bool] | None = None
+    due: list[bool] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
 
 
@@ -95,8 +95,8 @@ class Session:
         if attention_mask is not None:
             if attention_mask.shape[-1] != columns + tokens:
                 raise ValueError(
-                    f"the attention mask covers {attention_mask.shape[-1]} tokens, but the cache has seen {columns} and "
-                    f"{tokens} are new: it must cover all {columns + tokens} (padding included)"
+                    f"the attention mask covers {attention_mask.shape[-1]} tokens, but the cache has seen {columns} "
+                    f"and {tokens} are new: it must cover all {columns + tokens} (padding included)"
                 )
             exists = attention_mask[:, columns:].bool()
         added = [tokens] * rows
@@ -130,10 +130,10 @@ class Session:
         if step is None:
             raise RuntimeError(
                 "kvest did not make the attention mask of this pass: the cache was made for another model, the model's "
-                "attention implementation was changed since (make a new EvictionCache), or a custom 4D attention mask was "
-                "passed (pass a 2D one, 1 for tokens and 0 for padding)"
+                "attention implementation was changed since (make a new EvictionCache), or a custom 4D attention mask "
+                "was passed (pass a 2D one, 1 for tokens and 0 for padding)"
             )
-        if step.due is None:
+        if not step.due:
             rows, heads, _, width = keys.shape
             wide = (width + values.shape[-1]) * keys.element_size()
             footprint = Footprint(
@@ -144,7 +144,6 @@ class Session:
             )
             policy = self.policy
             protected = policy.sinks + policy.window
-            step.budgets, step.due = [], []
             for row, added in enumerate(step.added):
                 seen, held = self.seen[row] + added, self.held[row] + added
                 budget = policy.budget.entries(seen, protected, footprint)
@@ -157,6 +156,12 @@ class Session:
                 step.budgets.append(budget)
                 step.due.append(due)
         return step
+
+    def planned(self) -> Step:
+        """The pass under way; an error where there is none."""
+        if self.step is None or not self.step.due:
+            raise RuntimeError("no forward pass is under way")
+        return self.step
 
     @property
     def remembers(self) -> bool:
@@ -179,14 +184,12 @@ class Session:
 
     def finish(self) -> None:
         """The last evicted layer is done with this pass."""
-        step = self.step
-        if step is None or step.due is None:
-            raise RuntimeError("a pass ended that had not begun")
+        step = self.planned()
         evicts = any(step.due)
-        for row, added in enumerate(step.added):
+        for row, (added, budget, due) in enumerate(zip(step.added, step.budgets, step.due, strict=True)):
             self.seen[row] += added
-            self.held[row] = step.budgets[row] if step.due[row] else self.held[row] + added
-            self.rounds[row] += step.due[row]
+            self.held[row] = budget if due else self.held[row] + added
+            self.rounds[row] += due
         self.columns = step.columns + step.tokens
         self.exists = None if evicts else self.tail_exists()
         self.tail = 0 if evicts else self.tail + step.tokens
@@ -208,9 +211,7 @@ class Session:
 
     def positions(self, device: torch.device) -> Int[Tensor, "b n"]:
         """Real positions of the current pass's columns (of padding: those of the token before)."""
-        step = self.step
-        if step is None:
-            raise RuntimeError("no pass is under way")
+        step = self.planned()
         start = torch.tensor(self.seen, device=device)[:, None]
         if step.exists is None:
             return start + torch.arange(step.tokens, device=device)

@@ -14,6 +14,23 @@ from kvest.propose.streaming import Streaming
 from kvest.propose.uniform import Uniform
 from kvest.propose.with_certain import WithCertain
 
+__all__ = [
+    "H2O",
+    "PROPOSALS",
+    "CapKV",
+    "Harmonic",
+    "KeyDiff",
+    "KeyNorm",
+    "LastQuery",
+    "Mixed",
+    "OutputError",
+    "Propose",
+    "SnapKV",
+    "Streaming",
+    "Uniform",
+    "WithCertain",
+]
+
 PROPOSALS: dict[str, type[Propose]] = {
     "uniform": Uniform,
     "streaming": Streaming,

@@ -46,4 +46,4 @@ def _quantiles(prior: torch.Tensor, rows: int) -> torch.Tensor:
     """Slots at the midpoints of `rows` equal shares of the prior's mass, each slot once."""
     mass = prior.cumsum(0) / prior.sum()
     points = (torch.arange(rows, device=prior.device, dtype=prior.dtype) + 0.5) / rows
-    return torch.searchsorted(mass, points).clamp_max(len(prior) - 1).unique()
+    return torch.unique(torch.searchsorted(mass, points).clamp_max(len(prior) - 1))

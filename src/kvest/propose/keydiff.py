@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch.nn.functional import normalize
 
 from kvest.propose._base import Propose, propose_score

@@ -49,4 +49,4 @@ class OutputError(Propose):
 def log_uniform(q: int, rows: int, device: torch.device) -> torch.Tensor:
     """At most `rows` slots of `q` at log-uniform distances from the last one, ascending."""
     distance = torch.logspace(0, torch.log10(torch.tensor(float(q))).item(), rows, device=device).round().long()
-    return (q - distance).clamp_min(0).unique()
+    return torch.unique((q - distance).clamp_min(0))

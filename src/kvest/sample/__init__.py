@@ -6,6 +6,15 @@ from kvest.sample.systematic import Systematic
 from kvest.sample.top_k import TopK
 from kvest.sample.with_replacement import WithReplacement
 
+__all__ = [
+    "DESIGNS",
+    "Design",
+    "Poisson",
+    "Systematic",
+    "TopK",
+    "WithReplacement",
+]
+
 DESIGNS: dict[str, type[Design]] = {
     "top_k": TopK,
     "poisson": Poisson,

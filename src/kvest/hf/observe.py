@@ -1,0 +1,94 @@
+"""From what a layer holds to an `Observation`: everything right-aligned, padding in front."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvest.retain import Store
+from kvest.types import Observation
+
+if TYPE_CHECKING:
+    from kvest.hf.layer import EvictionLayer
+
+
+def observe(layer: EvictionLayer, scale: float) -> Observation:
+    """All that the layer holds, and the queries since its last eviction."""
+    session = layer.session
+    step = session.planned()
+    device = layer.device
+    seen = torch.tensor([n + a for n, a in zip(session.seen, step.added, strict=True)], device=device)
+    due = torch.tensor(step.due, device=device)
+    exists = session.tail_exists()
+    if layer.store is None:
+        keys, values, log_weights, positions, lengths = _whole(layer.keys, layer.values, seen, exists)
+        history = None
+    else:
+        keys, values, log_weights, positions, lengths, history = _stored(layer.store)
+    b, h, t, d = keys.shape
+    queries, query_lengths = _queries(layer.queries, exists)
+    if queries is None:
+        queries, query_lengths = keys.new_empty(b, h, 0, d), torch.zeros_like(seen)
+    heads, q = queries.shape[1:3]
+    return Observation(
+        queries=queries.reshape(b, h, heads // h, q, d),
+        keys=keys,
+        values=values,
+        log_weights=log_weights,
+        positions=positions,
+        lengths=lengths,
+        query_lengths=query_lengths,
+        seen=seen,
+        budget=torch.where(due, torch.tensor(step.budgets, device=device), t),
+        due=due,
+        scale=scale,
+        sinks=session.policy.sinks,
+        window=session.policy.window,
+        history=history,
+        rotation=session.rotation,
+    )
+
+
+def _whole(
+    keys: Float[Tensor, "b h t d"], values: Float[Tensor, "b h t e"], seen: Int[Tensor, "b"], exists: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Before the first eviction: every token, exact."""
+    b, h, t, _ = keys.shape
+    if exists is not None:
+        keys, values = align(keys, exists), align(values, exists)
+    positions = torch.arange(t, device=keys.device) - (t - seen)[:, None]
+    exact = torch.zeros(b, 1, 1, device=keys.device).expand(b, h, t)
+    return keys, values, exact, positions[:, None].expand(b, h, t), seen[:, None].expand(b, h)
+
+
+def _stored(store: Store) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """After an eviction: what each head kept and all since, in one padded block."""
+    slots, lengths = store.right_aligned()
+    missing = torch.arange(slots.shape[2], device=slots.device) < slots.shape[2] - lengths[..., None]
+    log_weights = store.log_weights[slots].masked_fill(missing, 0.0)
+    history = None if store.history is None else store.history[slots].masked_fill(missing, 0.0)
+    positions = store.positions[slots].long()
+    return store.keys[slots], store.values[slots], log_weights, positions, lengths, history
+
+
+def _queries(parts: list[Float[Tensor, "b hg n d"]], exists: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """(queries since the last eviction, how many of them each row has)."""
+    if not parts:
+        return None, torch.empty(0)
+    queries = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    b, _, q, _ = queries.shape
+    if exists is None:
+        return queries, torch.full((b,), q, device=queries.device)
+    mine = exists[:, exists.shape[1] - q :]
+    return align(queries, mine), mine.sum(dim=1)
+
+
+def align(x: Float[Tensor, "b h n d"], exists: Bool[Tensor, "b n"]) -> Float[Tensor, "b h n d"]:
+    """Move padding to the front of each row, keeping the order of the rest."""
+    if bool((exists[:, 1:] >= exists[:, :-1]).all()):
+        return x
+    order = exists.long().argsort(dim=1, stable=True)
+    return x.gather(2, order[:, None, :, None].expand_as(x))
