@@ -43,7 +43,7 @@ def attention(
     bias = None if log_weights is None else log_weights.float()[:, :, None]
     packed = queries.reshape(b, h, (heads // h) * q, d)
     rows = max(1, BLOCK_ELEMENTS // (b * h * t))
-    parts = [weighted(part, keys, values, bias, scale) for part in packed.split(rows, dim=2)]
+    parts = [weighted(part, keys, values, bias, scale) for part in torch.split(packed, rows, dim=2)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).view(b, heads, q, -1)
 
 

