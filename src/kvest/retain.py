@@ -161,10 +161,10 @@ class Store:
         def move(x: Tensor, fill: float) -> Tensor:
             return x.new_full((size, *x.shape[1:]), fill).index_copy_(0, target, x.index_select(0, source))
 
-        self.keys, self.values = move(self.keys, 0), move(self.values, 0)
-        self.log_weights, self.positions = move(self.log_weights, -torch.inf), move(self.positions, 0)
+        self.keys, self.values = move(self.keys, 0.0), move(self.values, 0.0)
+        self.log_weights, self.positions = move(self.log_weights, -torch.inf), move(self.positions, 0.0)
         if self.history is not None:
-            self.history = move(self.history, 0)
+            self.history = move(self.history, 0.0)
         self._runs = None
 
     def taken(self) -> Int[Tensor, "s"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -24,6 +24,7 @@ INDEX_BYTES = 8
 """Bytes of an entry besides key and value: a float32 log weight and an int32 position."""
 
 
+@runtime_checkable
 class Evictable(Protocol):
     """A layer, as the session sees it."""
 
