@@ -51,7 +51,7 @@ def weighted(
     queries: Float[Tensor, "b h q d"],
     keys: Float[Tensor, "b h t d"],
     values: Float[Tensor, "b h t e"],
-    bias: Float[Tensor, "b h #q t"] | None,
+    bias: Float[Tensor, "#b #h #q t"] | None,
     scale: float,
 ) -> Float[Tensor, "b h q e"]:
     """One softmax over `scale q.k + bias`, by the fastest way that keeps the bias in float32.
