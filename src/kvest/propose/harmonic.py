@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from kvest.observe import attended
 from kvest.propose._base import Propose, last, propose_score, value_norms
@@ -31,19 +33,20 @@ class Harmonic(Propose):
         newest = last(observation, observation.queries.shape[3])
         q = newest.queries.shape[3]
         prior = 1.0 / torch.arange(q, 0, -1, device=newest.queries.device, dtype=torch.float64)
-        slots = None
+        weights, slots = newest.query_valid * prior, None
         if self.rows is not None and self.rows < q:
-            slots = _quantiles(prior, self.rows)
-            weights = newest.query_valid[:, slots].double()
-        else:
-            weights = newest.query_valid * prior
+            sampled = (newest.query_lengths > self.rows)[:, None]  # a shorter row looks at all of its queries
+            weights = torch.where(sampled, _quantiles(weights, self.rows), weights)
+            slots = weights.any(dim=0).nonzero()[:, 0]
+            weights = weights[:, slots]
         weights = (weights / weights.sum(dim=1, keepdim=True).clamp_min(1e-300)).float()
         score = attended(newest, weights, slots).mean(dim=2)
         return propose_score(observation, score * value_norms(observation) if self.values else score)
 
 
-def _quantiles(prior: torch.Tensor, rows: int) -> torch.Tensor:
-    """Slots at the midpoints of `rows` equal shares of the prior's mass, each slot once."""
-    mass = prior.cumsum(0) / prior.sum()
+def _quantiles(prior: Float[Tensor, "b q"], rows: int) -> Float[Tensor, "b q"]:
+    """1 at the midpoints of `rows` equal shares of each row's mass, once each; 0 elsewhere."""
+    mass = prior.cumsum(1) / prior.sum(dim=1, keepdim=True).clamp_min(1e-300)
     points = (torch.arange(rows, device=prior.device, dtype=prior.dtype) + 0.5) / rows
-    return torch.unique(torch.searchsorted(mass, points).clamp_max(len(prior) - 1))
+    slots = torch.searchsorted(mass, points.expand(len(prior), rows).contiguous()).clamp_max(prior.shape[1] - 1)
+    return torch.zeros_like(prior).scatter_(1, slots, 1.0)

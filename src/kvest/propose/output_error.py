@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from kvest.observe import blocks
 from kvest.propose._base import Propose, last, propose_score
@@ -28,11 +30,12 @@ class OutputError(Propose):
 
     def __call__(self, observation: Observation) -> Proposal:
         newest = last(observation, observation.queries.shape[3])
-        b, h, g, q, _ = newest.queries.shape
+        b, h, g, _, _ = newest.queries.shape
         values = newest.values.float()
         squares = values.square().sum(-1)
         total = torch.zeros_like(squares)
-        slots = log_uniform(q, self.rows, newest.queries.device)
+        chosen = log_uniform(newest, self.rows)
+        slots = chosen.any(dim=0).nonzero()[:, 0]
         for block in blocks(newest, slots, causal=False, elements=1 << 19):
             p = block.probabilities
             r = p.shape[3]
@@ -40,13 +43,15 @@ class OutputError(Propose):
             norms = outputs.square().sum(-1, keepdim=True)
             cross = (outputs.reshape(b, h, g * r, -1) @ values.transpose(2, 3)).view_as(p)
             distance = (squares[:, :, None, None] - 2.0 * cross + norms).clamp_min(0.0).sqrt()
-            exists = newest.query_valid[:, block.slots].float()[:, None, None, :, None]
-            total += (p * distance * exists / norms.sqrt().clamp_min(1e-20)).sum(dim=3).mean(dim=2)
-        count = newest.query_valid[:, slots].sum(dim=1).clamp_min(1)
+            mine = chosen[:, block.slots].float()[:, None, None, :, None]
+            total += (p * distance * mine / norms.sqrt().clamp_min(1e-20)).sum(dim=3).mean(dim=2)
+        count = chosen.sum(dim=1).clamp_min(1)
         return propose_score(observation, total / count[:, None, None])
 
 
-def log_uniform(q: int, rows: int, device: torch.device) -> torch.Tensor:
-    """At most `rows` slots of `q` at log-uniform distances from the last one, ascending."""
-    distance = torch.logspace(0, torch.log10(torch.tensor(float(q))).item(), rows, device=device).round().long()
-    return torch.unique((q - distance).clamp_min(0))
+def log_uniform(observation: Observation, rows: int) -> Bool[Tensor, "b q"]:
+    """At most `rows` queries of each row, at log-uniform distances from its last one: its own, whatever the batch."""
+    exponents = torch.linspace(0, 1, rows, device=observation.queries.device, dtype=torch.float64)
+    distance = (observation.query_lengths[:, None].double() ** exponents).round().long().clamp_min(1)
+    valid = observation.query_valid
+    return torch.zeros_like(valid).scatter_(1, valid.shape[1] - distance, True) & valid

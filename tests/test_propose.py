@@ -1,0 +1,172 @@
+"""Every proposal against its twin: a loop over entries, in float64 (`reference.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import reference
+from build import first_round, part, second_round
+from kvest.observe import attended, blocks, query_weights
+from kvest.propose import (
+    H2O,
+    CapKV,
+    Harmonic,
+    KeyDiff,
+    KeyNorm,
+    LastQuery,
+    Mixed,
+    OutputError,
+    SnapKV,
+    Streaming,
+    Uniform,
+    WithCertain,
+)
+
+CASES = [
+    (Uniform(), reference.uniform, {}),
+    (Streaming(), reference.streaming, {}),
+    (KeyNorm(), reference.key_norm, {}),
+    (KeyDiff(), reference.keydiff, {}),
+    (LastQuery(), reference.last_query, {}),
+    (LastQuery(values=False, layer=True), reference.last_query, {"values": False, "layer": True}),
+    (SnapKV(), reference.snapkv, {}),
+    (SnapKV(window=5, pool=3), reference.snapkv, {"window": 5, "pool": 3}),
+    (SnapKV(window=9, pool=1), reference.snapkv, {"window": 9, "pool": 1}),
+    (H2O(), reference.h2o, {}),
+    (H2O(values=True), reference.h2o, {"values": True}),
+    (H2O(divide=False), reference.h2o, {"divide": False}),
+    (Harmonic(), reference.harmonic, {}),
+    (Harmonic(values=False), reference.harmonic, {"values": False}),
+    (Harmonic(rows=4), reference.harmonic, {"rows": 4}),
+    (OutputError(), reference.output_error, {}),
+    (OutputError(rows=5), reference.output_error, {"rows": 5}),
+    (CapKV(ahead=17), reference.capkv, {"ahead": 17}),
+    (CapKV(tau=2.0, ahead=3), reference.capkv, {"tau": 2.0, "ahead": 3}),
+    (CapKV(form="paper", tau=0.1), reference.capkv, {"form": "paper", "tau": 0.1}),
+    (Mixed(KeyNorm(), 0.3), reference.mixed, {"of": reference.key_norm, "eps": 0.3}),
+    (Mixed(H2O(values=True), 0.2), reference.mixed, {"of": lambda a: reference.h2o(a, values=True), "eps": 0.2}),
+]
+
+
+@pytest.mark.parametrize("make", [first_round, second_round])
+@pytest.mark.parametrize(("propose", "twin", "knobs"), CASES, ids=[repr(case[0]) for case in CASES])
+def test_score_equals_its_twin(propose, twin, knobs, make, generator):
+    """In the first round with padding, and in a second one with gaps, weights and heads of different lengths."""
+    observation = make(generator)
+    got = propose(observation)
+    want = reference.score(twin, observation, **knobs)
+    assert not got.certain.any()
+    torch.testing.assert_close(got.score.double(), want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [first_round, second_round])
+@pytest.mark.parametrize("share", [0.0, 0.29, 0.4, 1.0])
+def test_with_certain_takes_what_the_other_criterion_ranks_first(share, make, generator):
+    """The score is the sampled proposal's; the certain ones are floor(share * budget), as far as there is room."""
+    observation = make(generator)
+    got = WithCertain(H2O(values=True), KeyDiff(), share)(observation)
+    want = reference.score(reference.with_certain, observation, by=reference.keydiff, share=share)
+    assert torch.equal(got.certain, want.bool())
+    assert torch.equal(got.score, H2O(values=True)(observation).score)
+
+
+def test_with_certain_counts_exactly(generator):
+    """floor(0.29 * 100) is 29, not 28, and no more than the room that sinks and window leave."""
+    observation = first_round(generator, lengths=(127,), budget=torch.tensor([100]))
+    for share, count in [(0.29, 29), (0.299, 29), (1.0, 95)]:
+        certain = WithCertain(Uniform(), KeyDiff(), share)(observation).certain
+        assert certain.sum(-1).tolist() == [[count] * 3]
+        assert not (certain & observation.protected).any()
+
+
+def test_the_authors_capkv_rotates_by_what_follows(generator):
+    """Another rotation, another score: with none (cos = 1, sin = 0) the mean query is the plain mean."""
+    observation = first_round(generator)
+
+    def still(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(len(positions), 14), torch.zeros(len(positions), 14)
+
+    turned, plain = (CapKV()(replace(observation, rotation=r)).score for r in (observation.rotation, still))
+    assert (turned - plain).abs().max() > 0.01
+    with pytest.raises(ValueError, match=r"undoes the rotary embedding.*form='paper'"):
+        CapKV()(replace(observation, rotation=None))
+
+
+def test_capkv_of_huge_weights_is_the_leverage_without_ridge(generator):
+    """exp(tau <k, mu>) overflows float64 here; the score is that of A without the identity."""
+    observation = first_round(generator, lengths=(23,))
+    observation = replace(observation, keys=observation.keys * 40, queries=observation.queries * 40)
+    score = CapKV(form="paper")(observation).score
+    assert torch.isfinite(score).all()
+    assert (score <= 1 + 1e-5).all()  # a leverage
+    log_weights = observation.queries.mean(3) @ observation.keys.mT
+    heaviest = torch.nn.functional.one_hot(log_weights.argmax(-1), 23).double().mean(2)
+    assert (score > 0.99 * heaviest - 1e-9).all()  # the entry of the largest weight has its direction to itself
+
+
+def test_h2o_adds_up_over_rounds(generator):
+    """Two rounds over halves of the queries collect what one round over all of them does."""
+    whole = first_round(generator, lengths=(23,))
+    early = replace(
+        whole,
+        **{name: getattr(whole, name)[:, :, :13] for name in ("keys", "values", "log_weights", "positions")},
+        queries=whole.queries[:, :, :, :13],
+        lengths=whole.lengths * 0 + 13,
+        query_lengths=torch.tensor([13]),
+        seen=torch.tensor([13]),
+    )
+    carried = torch.nn.functional.pad(H2O()(early).history, (0, 10))
+    late = replace(whole, queries=whole.queries[:, :, :, 13:], query_lengths=torch.tensor([10]), history=carried)
+    once, twice = H2O()(whole), H2O()(late)
+    torch.testing.assert_close(twice.history, once.history)
+    torch.testing.assert_close(twice.score, once.score)
+    assert once.history.sum(-1).allclose(torch.tensor(23.0))  # every query gives 1 away
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("slots", [None, [1, 4, 5, 10]])
+def test_blocks_of_any_size_give_the_same_attention(slots, causal, generator):
+    """Block by block equals at once: the size of a block is no part of the result."""
+    observation = second_round(generator)
+    chosen = None if slots is None else torch.tensor(slots)
+    (whole,) = blocks(observation, chosen, causal=causal)
+    t = observation.keys.shape[2]
+    for elements in (1, 2 * 3 * 5 * t * 3, 2 * 3 * 5 * t * 4 + 1):
+        start = 0
+        for block in blocks(observation, chosen, causal=causal, elements=elements):
+            r, visible = block.probabilities.shape[-2:]
+            wanted = whole.probabilities[..., start : start + r, :]
+            assert torch.equal(block.slots, whole.slots[start : start + r])
+            torch.testing.assert_close(block.probabilities, wanted[..., :visible])
+            exists = observation.query_valid[:, block.slots][:, None, None, :, None]
+            assert not (wanted * exists)[..., visible:].any()
+            start += r
+        assert start == len(whole.slots)
+
+
+def test_attended_sums_to_the_weights(generator):
+    """Each query spreads its weight over the entries that exist, and missing queries have none."""
+    observation = second_round(generator)
+    total = attended(observation, query_weights(observation))
+    assert not (total * ~observation.valid[:, :, None]).any()
+    want = observation.query_lengths.float()[:, None, None].expand(2, 3, 5)
+    torch.testing.assert_close(total.sum(-1), want)
+
+
+def test_recent_takes_the_latest_queries_of_each_row(generator):
+    observation = second_round(generator)
+    recent = observation.recent(8)
+    assert torch.equal(recent.queries, observation.queries[:, :, :, -8:])
+    assert recent.query_lengths.tolist() == [8, 7]
+    assert observation.recent(None) is observation
+    assert observation.recent(11) is observation
+
+
+@pytest.mark.parametrize("propose", [LastQuery(), SnapKV(), H2O(), Harmonic(), OutputError(), CapKV()], ids=repr)
+def test_without_queries_there_is_a_clear_error(propose, generator):
+    silent = part(first_round(generator), 0, queries=torch.empty(1, 3, 5, 0, 14), query_lengths=torch.tensor([0]))
+    with pytest.raises(ValueError, match="looks at queries"):
+        propose(silent)
