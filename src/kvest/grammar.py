@@ -69,7 +69,7 @@ def say(part: Any) -> str:
     said, bare = [], True
     for f in fields(part):
         required = f.default is MISSING and f.default_factory is MISSING
-        if not required and f.name not in _SAID and not _changed(part, f):
+        if not required and (name, f.name) not in _SAID and not _changed(part, f):
             bare = False
             continue
         value = getattr(part, f.name)
@@ -79,7 +79,7 @@ def say(part: Any) -> str:
     return f"{name}({', '.join(said)})" if said else name
 
 
-_SAID = ("tau", "eps", "share")  # part of the record even at their default
+_SAID = {("tempered", "tau"), ("mixed", "eps"), ("with_certain", "share")}  # part of the record even at their default
 _KEYED = ("by", "share", "values", "divide", "layer", "form", "rows")  # clearer with their key
 
 

@@ -42,7 +42,9 @@ class OneThreshold(Allocate):
 
 
 def expected_counts(
-    scores: Sequence[Float[Tensor, "b h t"]], total: Int[Tensor, "b"], design: Design
+    scores: Sequence[Float[Tensor, "b h _"]],  # layers that were evicted before may differ in t
+    total: Int[Tensor, "b"],
+    design: Design,
 ) -> Float[Tensor, "b lh"]:
     """Expected kept entries per head at the common rate where they sum to `total` (ties are shared evenly)."""
 

@@ -53,6 +53,11 @@ def load(
     return model.to(device).eval(), tokenizer
 
 
+def is_converted(name: str) -> bool:
+    """Whether an embedded model was used before, so that loading it takes no time."""
+    return any(cache_home().glob(f"{name}-*"))
+
+
 def embedded_folder(name: str) -> Path:
     """The converted model's folder; converts on first use, atomically."""
     package, module = EMBEDDED[name]

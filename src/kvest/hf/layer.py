@@ -154,12 +154,16 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         return output
 
     def _forget_old_queries(self) -> None:
-        """Keep what the policy looks at: of a proposal with a window, not more columns than that."""
+        """Keep what the policy looks at: of a proposal with a window, that many real queries of every row."""
         limit = self.session.policy.propose.queries
         if limit is None:
             return
         limit = max(limit, self.session.policy.correct.queries)
         total = sum(query.shape[2] for query in self.queries)
+        exists = self.session.tail_exists()
+        if exists is not None and limit > 0:
+            since = exists.flip(1).cumsum(dim=1)  # real queries in the latest columns
+            limit += int((since.amin(dim=0) < limit).sum()) - limit + 1
         if limit == 0:
             self.queries = []
         elif total > limit:

@@ -6,6 +6,7 @@ step without padding.
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from dataclasses import dataclass, field
@@ -83,6 +84,14 @@ class Session:
         self.waiting: int | None = None  # a layer whose keys the attention function has not seen yet
         self.pending: list[Evictable] = []  # layers of this pass that wait for the others to compete with
         self.prompt_tokens = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """A session of its own for a copied cache; model, policy and config stay shared."""
+        new = copy.copy(self)
+        memo[id(self)] = new
+        for name in ("seen", "held", "rounds", "exists", "step", "pending"):
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        return new
 
     def begin(self, attention_mask: Tensor | None, rows: int, tokens: int, columns: int) -> None:
         """A forward pass over `tokens` new columns starts. Called while the model makes its masks."""

@@ -1,0 +1,96 @@
+"""`kvest generate`, `kvest compare`, `kvest ls`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Evict most of a transformer's KV cache, correct for what is gone, and see what it cost.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+
+class Dtype(str, Enum):
+    """What the model computes in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Kind(str, Enum):
+    """What there is a list of."""
+
+    proposals = "proposals"
+    allocations = "allocations"
+    designs = "designs"
+    corrections = "corrections"
+    policies = "policies"
+
+
+Model = Annotated[str, typer.Option(help="A folder, a hub name, or an embedded model: smollm2, gemma3-270m.")]
+PromptFile = Annotated[Path | None, typer.Option(help="The document, a text file; - reads standard input.")]
+Question = Annotated[str, typer.Option(help="Asked after the document was read and evicted.")]
+Seed = Annotated[int, typer.Option(help="Of the random designs: same seed, same cache.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Length of an answer, at most.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="What the model computes in.")]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file as well.")]
+
+POLICY_HELP = "PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET, e.g. snapkv/top_k/none@0.25."
+
+
+@app.command()
+def generate(
+    policy: Annotated[str, typer.Option(help=f"{POLICY_HELP} Default: kvest's own, at 0.25.")] = "",
+    prompt_file: PromptFile = None,
+    question: Question = "",
+    model: Model = "smollm2",
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 128,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    json: Json = None,
+) -> None:
+    """Read a document, evict, ask; the answer goes to standard output, what was held to standard error."""
+    from kvest.cli.generate import generate as command
+
+    command(policy, prompt_file, question, model, seed, max_new_tokens, dtype.value, device, json)
+
+
+@app.command()
+def compare(
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"{POLICY_HELP} May be repeated. Default: eight policies at 0.5 and 0.25.")
+    ] = None,
+    prompt_file: PromptFile = None,
+    question: Question = "",
+    model: Model = "smollm2",
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 32,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    json: Json = None,
+) -> None:
+    """Policies side by side: entries and bytes kept, the answer, KL to the full cache, decode speed.
+
+    Without --prompt-file: a State of the Union speech of 3,000 tokens with a fact hidden in it, and a question about it.
+    """
+    from kvest.cli.compare import compare as command
+
+    command(policy or [], prompt_file, question, model, seed, max_new_tokens, dtype.value, device, json)
+
+
+@app.command(name="ls")
+def ls(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
+    """The names that a policy can be made of, each with the first line of what it does."""
+    from kvest.cli.ls import ls as command
+
+    command(kind.value)

@@ -1,0 +1,30 @@
+"""Policies by name: the papers' systems that kvest's parts can say so far, and kvest's own. A budget is added by `@`."""
+
+NAMED = {
+    "kvest": "with_certain(h2o(values=True), by=keydiff, share=0.4)+one_threshold/systematic/tempered(0.85)",
+    "continuation": "h2o(values=True)+one_threshold/systematic/tempered(0.85)",
+    "probabilistic": "harmonic+one_threshold/with_replacement/tempered(0.85, of=counts)",
+    "capkv": "capkv/top_k/none",
+    "certified": "snapkv/poisson/inclusion",
+    "snapkv": "snapkv/top_k/none",
+    "h2o": "h2o/top_k/none",
+    "tova": "last_query(values=False, layer=True)/top_k/none",
+    "keydiff": "keydiff/top_k/none",
+    "knorm": "key_norm/top_k/none",
+    "streaming": "streaming/top_k/none",
+    "random": "uniform/systematic/inclusion",
+}
+"""Name -> PROPOSE[+ALLOCATE]/DESIGN/CORRECTION."""
+
+DEMO = (
+    NAMED["snapkv"],
+    "mixed(snapkv, 0.2)/systematic/inclusion",
+    "h2o(values=True)/top_k/none",
+    NAMED["continuation"],
+    NAMED["keydiff"],
+    NAMED["capkv"],
+    "capkv/systematic/inclusion",
+    NAMED["kvest"],
+)
+"""What `kvest compare` shows unless it is told otherwise."""
+DEMO_KEEP = (0.5, 0.25)
