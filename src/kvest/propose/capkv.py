@@ -59,7 +59,7 @@ class CapKV(Propose):
             mean = _mean(newest.queries.float(), newest)
         log_w = self.tau * (mean @ keys.transpose(2, 3)) + newest.log_weights[:, :, None]
         log_w = log_w.masked_fill(~newest.valid[:, :, None], -torch.inf)
-        largest = log_w.amax(dim=-1, keepdim=True)
+        largest = log_w.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(log_w.dtype).min)  # an empty head: finite
         weights = (log_w - largest).exp()
         ridge = torch.ones_like(largest)
         if self.form == "authors":
@@ -106,7 +106,8 @@ def _ahead(observation: Observation, ahead: int) -> Float[Tensor, "b h g d"]:
     for row in range(observation.queries.shape[0]):
         seen, count = int(observation.seen[row]), int(observation.query_lengths[row])
         queries = observation.queries[row, :, :, observation.queries.shape[3] - count :].float()
-        plain = _turn(queries, rotation, torch.arange(seen - count, seen, device=queries.device), back=True).mean(-2)
+        past = torch.arange(seen - count, seen, device=queries.device)
+        plain = _turn(queries, rotation, past, back=True).sum(-2) / max(count, 1)
         future = torch.arange(seen, seen + ahead, device=queries.device)
         cos, sin = (part.float().mean(0) for part in rotation(future))
         means.append(plain * cos + _half(plain) * sin)
