@@ -90,7 +90,11 @@ class Policy:
                 f"{grammar.say(self.propose)} gave NaN or infinite scores: the layer's queries, keys or values are not "
                 "finite (an overflow in float16? try bfloat16 or float32)"
             )
-        return Proposal(proposal.score, proposal.certain | observation.protected, proposal.history)
+        history = proposal.history
+        if history is not None:  # a row that is not due counts its queries when it is
+            before = torch.zeros_like(history) if observation.history is None else observation.history
+            history = torch.where(observation.due[:, None, None], history, before)
+        return Proposal(proposal.score, proposal.certain | observation.protected, history)
 
     def settle(
         self, observations: Sequence[Observation], proposals: Sequence[Proposal], streams: Sequence[Stream]

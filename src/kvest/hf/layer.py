@@ -160,22 +160,30 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             return
         limit = max(limit, self.session.policy.correct.queries)
         total = sum(query.shape[2] for query in self.queries)
-        exists = self.session.tail_exists()
-        if exists is not None and limit > 0:
-            since = exists.flip(1).cumsum(dim=1)  # real queries in the latest columns
-            limit += int((since.amin(dim=0) < limit).sum()) - limit + 1
+        watched = self.session.planned().watched
+        if watched is not None and limit > 0:
+            since = watched.flip(1).cumsum(dim=1)  # a row's queries in the latest columns
+            enough = since[:, -1:].clamp(max=limit)
+            limit = int((since < enough).sum(dim=1).max()) + 1
         if limit == 0:
             self.queries = []
         elif total > limit:
-            joined = torch.cat(self.queries, dim=2) if len(self.queries) > 1 else self.queries[0]
-            self.queries = [joined[:, :, total - limit :]]
+            self._keep_queries(limit)
+
+    def _keep_queries(self, columns: int) -> None:
+        """The queries of at most this many latest columns."""
+        if columns == 0 or not self.queries:
+            self.queries = []
+            return
+        joined = torch.cat(self.queries, dim=2) if len(self.queries) > 1 else self.queries[0]
+        self.queries = [joined[:, :, max(joined.shape[2] - columns, 0) :]]
 
     def _propose(self, scale: float) -> None:
         policy = self.session.policy
         observation = observe(self, scale)
         proposal = policy.proposal(observation)
         self.observed = (observation.recent(policy.correct.queries), proposal)
-        self.queries = []
+        self._keep_queries(self.session.planned().left_columns)
 
     def stream(self) -> Stream:
         """The layer's random numbers of this round."""

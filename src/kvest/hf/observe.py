@@ -29,7 +29,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
     else:
         keys, values, log_weights, positions, lengths, history = _stored(layer.store)
     b, h, t, d = keys.shape
-    queries, query_lengths = _queries(layer.queries, exists)
+    queries, query_lengths = _queries(layer.queries, step.watched)
     if queries is None:
         queries, query_lengths = keys.new_empty(b, h, 0, d), torch.zeros_like(seen)
     heads, q = queries.shape[1:3]
@@ -74,15 +74,15 @@ def _stored(store: Store) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     return store.keys[slots], store.values[slots], log_weights, positions, lengths, history
 
 
-def _queries(parts: list[Float[Tensor, "b hg n d"]], exists: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """(queries since the last eviction, how many of them each row has)."""
+def _queries(parts: list[Float[Tensor, "b hg _ d"]], watched: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """(queries since each row's last eviction, how many of them each row has)."""
     if not parts:
         return None, torch.empty(0)
     queries = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
     b, _, q, _ = queries.shape
-    if exists is None:
+    if watched is None:
         return queries, torch.full((b,), q, device=queries.device)
-    mine = exists[:, exists.shape[1] - q :]
+    mine = watched[:, watched.shape[1] - q :]
     return align(queries, mine), mine.sum(dim=1)
 
 

@@ -41,7 +41,9 @@ class Evictable(Protocol):
 class Step:
     """One forward pass: `exists[b, n]` says which of its `n` tokens are real (None: all), `added` how many per row.
 
-    `due` and `budgets` are decided when the first layer's keys come (their shapes tell what an entry costs).
+    `due` and `budgets` are decided when the first layer's keys come (their shapes tell what an entry costs). `watched`
+    says which of the latest columns' queries each row has not been evicted by yet (None: all that are kept), `left` the
+    same after this pass, of `left_columns` columns.
     """
 
     columns: int
@@ -50,6 +52,9 @@ class Step:
     added: list[int]
     due: list[bool] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
+    watched: Bool[Tensor, "b n"] | None = None
+    left: Bool[Tensor, "b n"] | None = None
+    left_columns: int = 0
 
 
 class Session:
@@ -80,6 +85,8 @@ class Session:
         self.padded = False
         self.exists: Bool[Tensor, "b n"] | None = None  # of the columns since the last eviction; None: all real
         self.tail = 0  # columns since the last eviction
+        self.watched: Bool[Tensor, "b n"] | None = None  # as in Step, before the pass
+        self.watched_columns = 0
         self.step: Step | None = None
         self.waiting: int | None = None  # a layer whose keys the attention function has not seen yet
         self.pending: list[Evictable] = []  # layers of this pass that wait for the others to compete with
@@ -162,10 +169,25 @@ class Session:
                 elif policy.every is None or added == 0:
                     due = False
                 else:
-                    due = held > budget if step.tokens > 1 else held >= budget + policy.every
+                    due = held > budget if added > 1 else held >= budget + policy.every
                 step.budgets.append(budget)
                 step.due.append(due)
+            self._watch(step, keys.device)
         return step
+
+    def _watch(self, step: Step, device: torch.device) -> None:
+        """Queries are kept until every row that has not been evicted by them is: rows come due at different times."""
+        columns = self.watched_columns + step.tokens
+        step.watched = step.left = _join(self.watched, self.watched_columns, step)
+        step.left_columns = columns if self.remembers else 0
+        if all(step.due) or not self.remembers:
+            step.left, step.left_columns = None, 0
+        elif any(step.due):
+            waits = ~torch.tensor(step.due, device=device)[:, None]
+            left = waits.expand(-1, columns) if step.watched is None else step.watched & waits
+            used = left.any(dim=0)
+            step.left_columns = columns - int(used.long().argmax()) if bool(used.any()) else 0
+            step.left = left[:, columns - step.left_columns :]
 
     def planned(self) -> Step:
         """The pass under way; an error where there is none."""
@@ -204,20 +226,12 @@ class Session:
         self.exists = None if evicts else self.tail_exists()
         self.tail = 0 if evicts else self.tail + step.tokens
         self.evicted = self.evicted or evicts
+        self.watched, self.watched_columns = step.left, step.left_columns
         self.step = None
 
     def tail_exists(self) -> Bool[Tensor, "b n"] | None:
         """Which columns since the last eviction are real, those of the current pass included; None: all."""
-        step = self.step
-        if step is None or (self.exists is None and step.exists is None):
-            return self.exists
-        device = (self.exists if self.exists is not None else step.exists).device  # type: ignore[union-attr]  # one is there
-        rows = len(self.seen)
-        before = (
-            self.exists if self.exists is not None else torch.ones(rows, self.tail, dtype=torch.bool, device=device)
-        )
-        now = step.exists if step.exists is not None else torch.ones(rows, step.tokens, dtype=torch.bool, device=device)
-        return torch.cat([before, now], dim=1)
+        return self.exists if self.step is None else _join(self.exists, self.tail, self.step)
 
     def positions(self, device: torch.device) -> Int[Tensor, "b n"]:
         """Real positions of the current pass's columns (of padding: those of the token before)."""
@@ -240,6 +254,9 @@ class Session:
         self.held = [n - count for n in self.held]
         if self.exists is not None:
             self.exists = self.exists[:, : self.tail]
+        self.watched_columns = max(self.watched_columns - count, 0)
+        if self.watched is not None:
+            self.watched = self.watched[:, : self.watched_columns]
 
     def select(self, rows: list[int]) -> None:
         """These rows of the batch, in this order."""
@@ -248,3 +265,17 @@ class Session:
         self.rounds = [self.rounds[row] for row in rows]
         if self.exists is not None:
             self.exists = self.exists[torch.tensor(rows, device=self.exists.device)]
+        if self.watched is not None:
+            self.watched = self.watched[torch.tensor(rows, device=self.watched.device)]
+
+
+def _join(before: Bool[Tensor, "b m"] | None, columns: int, step: Step) -> Bool[Tensor, "b n"] | None:
+    """Flags of `columns` columns and of those of this pass; None: all True."""
+    if before is None and step.exists is None:
+        return None
+    device = (before if before is not None else step.exists).device  # type: ignore[union-attr]  # one is there
+    rows = len(step.added)
+    if before is None:
+        before = torch.ones(rows, columns, dtype=torch.bool, device=device)
+    now = step.exists if step.exists is not None else torch.ones(rows, step.tokens, dtype=torch.bool, device=device)
+    return torch.cat([before, now], dim=1)
