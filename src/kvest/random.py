@@ -48,7 +48,7 @@ class Stream:
     def uniform(self, index: Int[Tensor, "b h n"]) -> Float[Tensor, "b h n"]:
         """Uniform numbers in [0, 1), float64, one for each (row, head, index)."""
         device = index.device
-        x = torch.full_like(index, _signed(self.seed * _GOLDEN + 1))
+        x = _mix(torch.full_like(index, _signed(self.seed * _GOLDEN + 1)))
         heads = torch.arange(index.shape[1], device=device)[None, :, None] + self.first_head
         rounds = torch.tensor(list(self.rounds), dtype=torch.int64, device=device)[:, None, None]
         for part in (torch.full_like(index, self.layer), heads, rounds, index):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -32,9 +33,10 @@ class Systematic(Design):
         full = inclusion >= 1.0
         part = inclusion.masked_fill(full, 0.0)
         total = part.sum(dim=-1, keepdim=True)
-        whole = total.round()  # an integer up to rounding errors: exactly one, so that no point is lost at the end
+        whole = total.round()  # an integer up to rounding errors: exactly one
         cumulated = part.cumsum(-1) * (whole / total.clamp_min(1e-300))
         start = stream.one(positions)
         points = (cumulated - start).ceil().clamp_min(0.0).clamp_max(whole)  # points below C_i
+        points = torch.where(cumulated >= cumulated[..., -1:], whole, points)  # none is lost to rounding at the end
         keep = full | (points.diff(dim=-1, prepend=points[..., :1] * 0) > 0)
         return Draw(keep, inclusion, keep.long(), inclusion)
