@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 
 
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     """What the model computes in."""
 
     float32 = "float32"
@@ -25,7 +25,7 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What there is a list of."""
 
     proposals = "proposals"
@@ -81,7 +81,7 @@ def compare(
 ) -> None:
     """Policies side by side: entries and bytes kept, the answer, KL to the full cache, decode speed.
 
-    Without --prompt-file: a State of the Union speech of 3,000 tokens with a fact hidden in it, and a question about it.
+    Without --prompt-file: a State of the Union speech of 3,000 tokens with a fact hidden in it, and a question.
     """
     from kvest.cli.compare import compare as command
 

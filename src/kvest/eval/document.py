@@ -15,7 +15,7 @@ QUESTION = "What is the special magic number for falcon mentioned in the text ab
 
 @dataclass(frozen=True)
 class Prompt:
-    """`document` is read and evicted before `question` is known; together they are what the model would read at once."""
+    """`document` is read and evicted before `question` is known; together they are the whole prompt."""
 
     document: Int[Tensor, "1 t"]
     question: Int[Tensor, "1 q"]
@@ -39,8 +39,8 @@ def prompt(tokenizer: Any, document: str, question: str, *, context: int | None 
     total = first.shape[1] + second.shape[1] + reserve
     if context is not None and total > context:
         raise PromptTooLong(
-            f"the prompt has {first.shape[1]} tokens of document and {second.shape[1]} of question; with {reserve} to come "
-            f"that is {total}, beyond the model's context of {context}: shorten the document"
+            f"the prompt has {first.shape[1]} tokens of document and {second.shape[1]} of question; with {reserve} to "
+            f"come that is {total}, beyond the model's context of {context}: shorten the document"
         )
     return Prompt(first, second)
 
