@@ -83,6 +83,7 @@ class Store:
         self.keys, self.values = retained.keys, retained.values
         self.log_weights, self.positions = retained.log_weights, retained.positions
         self.history = retained.history
+        self._shared = True  # with `retained`, until the first growth
         self._ends: Int[Tensor, "bh"] | None = None
         self._place()
 
@@ -165,6 +166,7 @@ class Store:
         self.log_weights, self.positions = move(self.log_weights, -torch.inf), move(self.positions, 0.0)
         if self.history is not None:
             self.history = move(self.history, 0.0)
+        self._shared = False
         self._runs = None
 
     def taken(self) -> Int[Tensor, "s"]:
@@ -177,6 +179,8 @@ class Store:
     def crop(self, count: int) -> None:
         """Take back the latest `count` entries of every head."""
         self.lengths = [n - count for n in self.lengths]
+        if self._shared:
+            self._grow(self.lengths)
         ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)], device=self.keys.device)
         freed = (ends[:, None] + torch.arange(count, device=self.keys.device)).flatten()
         self.log_weights.index_fill_(0, freed, -torch.inf)

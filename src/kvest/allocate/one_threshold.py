@@ -71,7 +71,8 @@ def largest_remainder(
     """Whole numbers close to `wanted`, at most `most`, that sum to `total`."""
     counts = torch.minimum((wanted + 1e-9).floor().long(), most)
     missing = (total - counts.sum(dim=1)).clamp_min(0)
-    remainder = (wanted - counts).masked_fill(counts >= most, -1.0)
+    # Heads in which no entry is certain want exactly the same: head order decides then, and not the last bit.
+    remainder = ((wanted - counts) * 2**20).round().masked_fill(counts >= most, -torch.inf)
     order = remainder.argsort(dim=1, descending=True, stable=True)
     rank = torch.arange(wanted.shape[1], device=wanted.device)
     extra = torch.zeros_like(counts).scatter_(1, order, (rank < missing[:, None]).long())
