@@ -9,12 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvest.allocate import ALLOCATIONS, UniformAllocation
 from kvest.budget import read_budget
 from kvest.correct import CORRECTIONS
-from kvest.propose import PROPOSALS
+from kvest.propose import PROPOSALS, Propose
 from kvest.sample import DESIGNS
 
 if TYPE_CHECKING:
@@ -86,6 +87,12 @@ _KEYED = ("by", "share", "values", "divide", "layer", "form", "rows")  # clearer
 def _changed(part: Any, f: Field[Any]) -> bool:
     value = getattr(part, f.name)
     return bool(value != f.default) if f.default is not MISSING else True
+
+
+def _readable(options: tuple[Any, ...]) -> str:
+    """`a whole number or None`"""
+    names = {int: "a whole number", float: "a number", bool: "True or False", type(None): "None"}
+    return " or ".join(names.get(o) or " or ".join(map(str, get_args(o))) for o in options)
 
 
 class _Reader:
@@ -175,8 +182,17 @@ class _Reader:
             target = free[0]
         if target in given:
             raise self.fail(f"{target} is given twice", at)
-        holds = next(f.type for f in fields(kind) if f.name == target)
-        given[target] = self.part("proposal") if holds == "Propose" else self.value()
+        holds = get_type_hints(kind)[target]
+        if holds is Propose:
+            given[target] = self.part("proposal")
+            return
+        value = self.value()
+        options = get_args(holds) if get_origin(holds) in (Union, UnionType) else (holds,)
+        if type(value) is int and float in options:
+            value = float(value)
+        if not any(value in get_args(o) if get_origin(o) is Literal else type(value) is o for o in options):
+            raise self.fail(f"{target} of {name} must be {_readable(options)}, not {value!r}", at)
+        given[target] = value
 
     def value(self) -> Any:
         self.skip()
