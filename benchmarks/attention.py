@@ -8,9 +8,9 @@ Both contain 16 exact entries that were appended after the eviction.
 from __future__ import annotations
 
 import torch
-from harness import arguments, finish, ratios
 from torch.nn.functional import scaled_dot_product_attention
 
+from harness import arguments, finish, ratios
 from kvest.attend import attend
 from kvest.retain import Store
 from kvest.types import Retained

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 
 import torch
-from harness import arguments, finish, ratios
 
+from harness import arguments, finish, ratios
 from kvest.eval.prefill import Prefill, run
 from kvest.hf import EvictionCache
 from kvest.hf.embedded import load
@@ -65,7 +65,8 @@ def main() -> None:
             rows.append(row)
             print(
                 f"batch {batch}  {per_s:>6.1f} tokens/s  {row['speedup']:.2f}x [{row['speedup_low']:.2f}, "
-                f"{row['speedup_high']:.2f}] of the full cache's, ideal {ideal:.2f}x, {held[name] / 2**20:>7.1f} MiB  {name}",
+                f"{row['speedup_high']:.2f}] of the full cache's, ideal {ideal:.2f}x, "
+                f"{held[name] / 2**20:>7.1f} MiB  {name}",
                 flush=True,
             )
     finish(rows, options.json)

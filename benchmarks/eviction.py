@@ -14,9 +14,9 @@ import sys
 import time
 
 import torch
-from harness import arguments, finish, peak_memory
 from transformers import DynamicCache
 
+from harness import arguments, finish, peak_memory
 from kvest.eval.prefill import Prefill
 from kvest.hf.compat import CACHE_ARGUMENT
 from kvest.hf.embedded import load
@@ -75,7 +75,7 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['share_of_prefill']:>7.1%} of prefill [{shares[0]:.1%}, {shares[-1]:.1%}]  extra memory "
-            f"{row['extra_bytes'] / 2**20:>6.1f} MiB ({row['extra_share_of_cache']:.1%} of the whole cache)  {sentence}",
+            f"{row['extra_bytes'] / 2**20:>6.1f} MiB ({row['extra_share_of_cache']:.1%} of the cache)  {sentence}",
             flush=True,
         )
     finish(rows, options.json)

@@ -1,4 +1,4 @@
-"""Bytes really held after an eviction, against keep times the whole cache and against the storages counted from outside.
+"""Bytes really held after an eviction, against keep x the whole cache and the storages counted from outside.
 
 Then, for a prompt read with the cache itself, by how much resident memory rises at most: with one threshold for the
 whole model the prompt's keys and values stay until the last layer, with a budget per layer each is freed at once.
@@ -11,11 +11,12 @@ import os
 import sys
 
 import torch
-from harness import arguments, finish, peak_memory
 
+from harness import arguments, finish, peak_memory
 from kvest.eval.prefill import Prefill, run
 from kvest.hf import EvictionCache
 from kvest.hf.embedded import load
+from kvest.policy import Policy
 
 UNIFORM = "keydiff/systematic/inclusion"
 THRESHOLD = "keydiff+one_threshold/systematic/inclusion"
@@ -41,7 +42,7 @@ def main() -> None:
         for keep in (0.5, 0.25, 0.1):
             for sentence in (UNIFORM, THRESHOLD):
                 before = storages()
-                cache = prefill.evict(kvest_policy(f"{sentence}@{keep}"))
+                cache = prefill.evict(Policy.parse(f"{sentence}@{keep}"))
                 report = cache.report()
                 counted = (
                     storages() - before - sum(x.nbytes for layer in report.positions for row in layer for x in row)
@@ -61,8 +62,9 @@ def main() -> None:
                 }
                 rows.append(row)
                 print(
-                    f"{row['dtype']:<9} keep {keep:<5} kept {row['kept_min']}-{row['kept_max']:<6} held {report.kept_bytes:>11,} "
-                    f"bytes, counted from outside {counted:>11,}, {row['over_keep_times_full']:+.2%} of keep x full  {sentence}",
+                    f"{row['dtype']:<9} keep {keep:<5} kept {row['kept_min']}-{row['kept_max']:<6} "
+                    f"held {report.kept_bytes:>11,} bytes, counted from outside {counted:>11,}, "
+                    f"{row['over_keep_times_full']:+.2%} of keep x full  {sentence}",
                     flush=True,
                 )
                 del cache, report
@@ -74,17 +76,11 @@ def main() -> None:
                 run(model, ids, cache, logits_to_keep=1)
             rows.append({"dtype": str(dtype), "policy": sentence, "prompt_peak_bytes": peak[0]})
             print(
-                f"{str(dtype):<15} reading {ids.shape[1]} tokens: peak {peak[0] / 2**20:>7.1f} MiB  {sentence}",
+                f"{dtype!s:<15} reading {ids.shape[1]} tokens: peak {peak[0] / 2**20:>7.1f} MiB  {sentence}",
                 flush=True,
             )
             del cache
     finish(rows, options.json)
-
-
-def kvest_policy(text: str):  # noqa: ANN201  # a Policy
-    from kvest.policy import Policy
-
-    return Policy.parse(text)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ from kvest.types import Observation, Proposal, Retained, Rotation
 INDEX_BYTES = 8
 """Bytes of an entry besides key and value: a float32 log weight and an int32 position."""
 
+HISTORY_BYTES = 4
+"""Bytes of the attention that an entry collected so far, float32, where a later round needs it."""
+
 
 @runtime_checkable
 class Evictable(Protocol):
@@ -96,8 +99,9 @@ class Session:
         """A session of its own for a copied cache; model, policy and config stay shared."""
         new = copy.copy(self)
         memo[id(self)] = new
-        for name in ("seen", "held", "rounds", "exists", "step", "pending"):
-            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        for name, value in vars(self).items():
+            if name not in ("model", "policy", "config", "evictable", "rotation"):
+                setattr(new, name, copy.deepcopy(value, memo))
         return new
 
     def begin(self, attention_mask: Tensor | None, rows: int, tokens: int, columns: int) -> None:
@@ -153,8 +157,9 @@ class Session:
         if not step.due:
             rows, heads, _, width = keys.shape
             wide = (width + values.shape[-1]) * keys.element_size()
+            carried = HISTORY_BYTES if self.remembers and self.policy.propose.carries else 0
             footprint = Footprint(
-                entry_bytes=len(self.evictable) * heads * (wide + INDEX_BYTES),
+                entry_bytes=len(self.evictable) * heads * (wide + INDEX_BYTES + carried),
                 fixed_bytes=rows * heads * self.window_tokens * wide,
                 rows=rows,
                 heads=heads * len(self.evictable),

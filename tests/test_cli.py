@@ -1,0 +1,190 @@
+"""The command line as a person meets it: exit codes, one clear message, files."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvest.cli import main
+from kvest.grammar import TABLES
+from kvest.named import DEMO, NAMED
+from kvest.policy import Policy
+
+KVEST = Path(sys.executable).with_name("kvest")
+
+
+@dataclass(frozen=True)
+class Out:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Kvest = Callable[..., Out]
+
+
+@pytest.fixture
+def kvest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Kvest:
+    """The command in this process: the real entry point, without the seconds that importing torch takes."""
+
+    def run(*arguments: str, stdin: str = "") -> Out:
+        monkeypatch.setattr(sys, "argv", ["kvest", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Out(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+@pytest.fixture
+def tiny_folder(tiny_model, tmp_path: Path) -> Path:
+    """A model folder as a user has one: a tiny random llama with a byte-level tokenizer without a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = tiny_model()
+    model.resize_token_embeddings(len(alphabet) + 2)
+    tokenizer = Tokenizer(models.BPE({"<pad>": 0, "</s>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = tmp_path / "tiny"
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    """--help answers in well under a second because nothing heavy is loaded; importing torch alone takes longer."""
+    code = (
+        "import sys; sys.argv = ['kvest', '--help']\nfrom kvest.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "compare" in out
+    assert out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("kind", ["proposal", "allocation", "design", "correction"])
+def test_ls_names_every_part(kvest: Kvest, kind: str):
+    out = kvest("ls", f"{kind}s")
+    assert out.returncode == 0
+    first = {line.split()[0] for line in out.stdout.splitlines() if line and not line.startswith(" ")}
+    assert set(TABLES[kind]) <= first
+
+
+def test_named_policies_are_policies():
+    for sentence in (*NAMED.values(), *DEMO):
+        policy = Policy.parse(f"{sentence}@0.25")
+        assert str(policy) == f"{sentence}@0.25"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "--policy", "snapk/top_k/none@0.25"], "Did you mean 'snapkv'?"),
+        (["generate", "--policy", "snapkv/top_k/inclusion@0.25", "--prompt-file", "x"], "would be 0 everywhere"),
+        (["generate", "--policy", "snapkv/top_k/none@1.5"], "keep must be in (0, 1], not 1.5"),
+        (["generate", "--policy", "snapkv/top_k/none@10"], "raise it to at least 20"),
+        (["generate"], "give --prompt-file"),
+        (["generate", "--prompt-file", "/no/such/file"], "no file '/no/such/file'"),
+        (["compare", "--policy", "snapkv/top_k/none@0.5, every=8"], "every=8"),
+        (["compare", "--prompt-file", __file__], "--question"),
+        (["compare", "--policy", "snapkv/top_k/none@0.5", "--model", "/no/such/folder"], "'/no/such/folder'"),
+        (["compare", "--policy", "snapkv/top_k/none@0.5", "--device", "cuda:77"], "cuda:77"),
+        (["compare", "--dtype", "float8"], "float8"),
+        (["ls", "proposal"], "proposal"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(kvest: Kvest, arguments: list[str], says: str):
+    out = kvest(*arguments)
+    assert out.returncode == 2
+    assert says in " ".join(out.stderr.split())
+    assert "Traceback" not in out.stderr
+    assert out.stdout == ""
+
+
+def test_an_empty_document_is_refused(kvest: Kvest, tmp_path: Path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("  \n")
+    out = kvest("generate", "--prompt-file", str(empty), "--question", "What?")
+    assert out.returncode == 2
+    assert "is empty" in out.stderr
+
+
+def test_generate_on_a_folder_writes_answer_report_and_json(kvest: Kvest, tiny_folder: Path, tmp_path: Path):
+    record = tmp_path / "out.json"
+    options = ["--question", "Why?", "--max-new-tokens", "5", "--policy", "keydiff/systematic/inclusion@0.25"]
+    out = kvest(
+        "generate",
+        "--model",
+        str(tiny_folder),
+        "--prompt-file",
+        "-",
+        *options,
+        "--json",
+        str(record),
+        stdin="abc " * 100,
+    )
+    assert out.returncode == 0, out.stderr
+    assert "keydiff/systematic/inclusion@0.25" in out.stderr
+    written = json.loads(record.read_text())
+    report = written["report"]
+    assert written["answer"].strip() == out.stdout.strip()
+    assert report["kept_bytes"] < report["full_bytes"]
+    assert report["evictions"] == [1]
+    assert written["conditions"]["transformers"]
+
+
+def test_a_prompt_beyond_the_context_is_refused(kvest: Kvest, tiny_folder: Path):
+    options = ["--model", str(tiny_folder), "--prompt-file", "-", "--question", "Why?"]
+    out = kvest("generate", *options, stdin="abc " * 2000)
+    assert out.returncode == 2
+    assert "beyond the model's context of 4096" in out.stderr
+
+
+def test_compare_on_a_folder_has_the_full_cache_first_and_keeps_what_the_policy_says(
+    kvest: Kvest, tiny_folder: Path, tmp_path: Path
+):
+    record = tmp_path / "out.json"
+    document = tmp_path / "document.txt"
+    document.write_text("some words and others. " * 30)
+    options = ["--prompt-file", str(document), "--question", "Why?", "--max-new-tokens", "3", "--json", str(record)]
+    policies = ["--policy", "keydiff/top_k/none@0.5", "--policy", "uniform/poisson/inclusion@60"]
+    out = kvest("compare", "--model", str(tiny_folder), *options, *policies)
+    assert out.returncode == 0, out.stderr
+    rows = json.loads(record.read_text())["rows"]
+    tokens = json.loads(record.read_text())["document_tokens"]
+    assert [row["policy"] for row in rows] == ["full cache", "keydiff/top_k/none@0.5", "uniform/poisson/inclusion@60"]
+    assert rows[0]["kl_nats"] == 0
+    assert rows[0]["kept_mean"] == tokens
+    assert rows[1]["kept_min"] == rows[1]["kept_max"] == tokens // 2
+    assert rows[2]["kept_min"] < rows[2]["kept_max"]
+    assert all(row["kl_nats"] > 0 for row in rows[1:])
+    assert "full cache" in out.stdout
+
+
+def test_json_that_cannot_be_written_leaves_nothing(kvest: Kvest, tiny_folder: Path, tmp_path: Path):
+    options = ["--model", str(tiny_folder), "--prompt-file", "-", "--question", "Why?", "--max-new-tokens", "2"]
+    out = kvest("generate", *options, "--json", str(tmp_path / "no" / "where.json"), stdin="abc " * 50)
+    assert out.returncode == 2
+    assert "cannot write" in out.stderr
+
+
+def test_the_installed_command_reports_bad_input():
+    out = subprocess.run(
+        [KVEST, "generate", "--policy", "h2p/top_k/none@1"], capture_output=True, text=True, check=False
+    )
+    assert out.returncode == 2
+    assert "Did you mean 'h2o'?" in out.stderr
