@@ -33,10 +33,14 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
             pad_token_id=0,
             bos_token_id=1,
             eos_token_id=None,
+            attention_bias=True,
         )
         model = LlamaForCausalLM(config).eval()
         for parameter in model.parameters():  # the default initialisation attends almost uniformly
             parameter.data.mul_(4.0) if parameter.ndim == 2 else None
+        for each in model.model.layers:  # what all queries of a head look for: some heads are peaked, some flat
+            bias = each.self_attn.q_proj.bias.data
+            bias.normal_().mul_(torch.linspace(1.0, 12.0, len(bias)))
         return model
 
     return make

@@ -14,7 +14,7 @@ import kvest
 POLICIES = (
     "uniform/systematic/inclusion@0.3",
     "h2o(values=True)+one_threshold/systematic/tempered(0.85)@0.25",
-    "with_certain(h2o(values=True), by=keydiff, share=0.4)+one_threshold/systematic/tempered(0.85)@0.2",
+    "with_certain(h2o(values=True), by=keydiff, share=0.2)+one_threshold/systematic/tempered(0.85)@0.4",
     "snapkv/top_k/none@0.25",
     "mixed(last_query, 0.2)/poisson/inclusion@0.3",
     "capkv/with_replacement/counts@0.3",
@@ -39,7 +39,7 @@ def hybrid(*, layers: int = 6, window: int = WINDOW, pattern: Sequence[str] | No
     kinds = pattern or [("sliding_attention", "sliding_attention", "full_attention")[i % 3] for i in range(layers)]
     config = Gemma3TextConfig(
         vocab_size=101,
-        hidden_size=40,
+        hidden_size=42,
         intermediate_size=48,
         num_hidden_layers=len(kinds),
         num_attention_heads=6,

@@ -64,3 +64,13 @@ def test_eviction_is_seen_in_the_logits(tiny_model, generator):
     whole, forgotten, weighted = logits.values()
     assert (whole - forgotten).abs().max() > 0.1
     assert (weighted - forgotten).abs().max() > 0.1
+
+
+def test_the_policies_of_these_tests_give_heads_different_counts(tiny_model, generator):
+    """Guards the tests above: equal counts would hide a wrong offset."""
+    model, prompt = tiny_model(), tokens(generator, 211)
+    for policy in POLICIES:
+        cache = kvest.EvictionCache(model, policy)
+        feed(model, cache, prompt)
+        counts = cache.report().kept.unique()
+        assert (len(counts) > 1) == any(part in policy for part in ("one_threshold", "poisson", "with_replacement"))
