@@ -135,6 +135,11 @@ def test_crop_takes_back_the_latest_entries(generator):
         assert torch.equal(store.head(store.keys, row, head)[-2:], torch.cat([keys[row, head, 1:2], again[row, head]]))
     store.crop(3)
     assert same(store.retained(), given)
+    store.crop(1)
+    append(store, generator, 60, 1)
+    for row, head in heads(store):  # a new entry inherits nothing from the one whose slot it takes
+        assert store.head(store.history, row, head)[-1] == 0
+        assert store.head(store.log_weights, row, head)[-1] == 0
 
 
 def test_rows_can_be_selected_repeated_and_joined(generator):
