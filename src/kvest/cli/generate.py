@@ -37,12 +37,12 @@ def generate(
         raise ValueError("nothing to read: give --prompt-file a text file, or - for standard input")
     model, tokenizer = load_model(name, dtype, device)
     parts = prompt(tokenizer, document, question, context=context_of(model), reserve=max_new_tokens)
+    if parts.question.shape[1] == 0:
+        raise ValueError("nothing to ask: this model has no chat template, so give it a --question")
     cache = EvictionCache(model, chosen, seed=seed)
     with STDERR.status(f"reading {parts.document.shape[1]:,} tokens"), torch.no_grad():
         run(model, parts.document.to(model.device), cache, logits_to_keep=1)
     ids = torch.cat([parts.document, parts.question], dim=1).to(model.device)
-    if parts.question.shape[1] == 0:
-        raise ValueError("nothing to ask: this model has no chat template, so give it a --question")
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
