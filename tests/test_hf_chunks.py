@@ -64,10 +64,11 @@ def test_a_chunked_prefill_of_a_padded_batch_is_each_row_alone(tiny_model, gener
             same_entries(batch.report(), row, cache.report(), 0)
 
 
-def test_a_one_shot_policy_warns_of_a_chunked_prefill(tiny_model, generator):
+@pytest.mark.parametrize("budget", ["0.4", "47"], ids=["first chunk evicted", "first chunk within the budget"])
+def test_a_one_shot_policy_warns_of_a_chunked_prefill(tiny_model, generator, budget):
     model = tiny_model()
     prompt = tokens(generator, 74)
-    cache = kvest.EvictionCache(model, "snapkv/top_k/none@0.4")
+    cache = kvest.EvictionCache(model, f"snapkv/top_k/none@{budget}")
     with pytest.warns(UserWarning, match=r"looks? like a chunked prefill.*every=N"):
         model.generate(
             prompt,
@@ -99,3 +100,11 @@ def test_later_turns_are_evicted_under_a_standing_fraction(tiny_model, generator
     assert cache.report().kept.unique().tolist() == [50]
     feed(model, cache, tokens(generator, 300))
     assert cache.report().kept.unique().tolist() == [200]
+
+
+def test_chunks_within_the_budget_warn_of_nothing(tiny_model, generator):
+    model = tiny_model()
+    for budget in ("1.0", "256"):
+        cache = kvest.EvictionCache(model, f"snapkv/top_k/none@{budget}")
+        feed(model, cache, tokens(generator, 37)), feed(model, cache, tokens(generator, 37))
+        assert cache.report().kept.unique().tolist() == [74]

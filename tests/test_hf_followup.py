@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import kvest
-from hf_tools import HEADS, POLICIES, Pieces, feed, singly, tokens
+from hf_tools import HEADS, POLICIES, Pieces, feed, same_entries, sharpen, singly, tokens
 
 
 @pytest.mark.parametrize(("policy", "count"), [(POLICIES[2], 2), *((policy, 37) for policy in POLICIES)])
@@ -74,3 +75,33 @@ def test_the_policies_of_these_tests_give_heads_different_counts(tiny_model, gen
         feed(model, cache, prompt)
         counts = cache.report().kept.unique()
         assert (len(counts) > 1) == any(part in policy for part in ("one_threshold", "poisson", "with_replacement"))
+
+
+def test_a_model_with_learned_positions_and_no_rotation(generator):
+    """gpt2 adds positions by the number of tokens seen, which is not the number held."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)
+    model = sharpen(GPT2LMHeadModel(config).eval(), 8.0)
+    prompt, question = tokens(generator, 131), tokens(generator, 13)
+    whole = kvest.EvictionCache(model, "h2o/systematic/inclusion@1.0")
+    stock = DynamicCache(config=model.config)
+    for piece in (prompt, question):
+        assert torch.equal(feed(model, whole, piece), feed(model, stock, piece))
+    at_once, one_by_one = (kvest.EvictionCache(model, POLICIES[4]) for _ in range(2))
+    feed(model, at_once, prompt), feed(model, one_by_one, prompt)
+    torch.testing.assert_close(
+        feed(model, at_once, question), singly(model, one_by_one, question), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES[:3])
+def test_in_bfloat16_a_question_at_once_is_token_by_token_up_to_rounding(tiny_model, generator, policy):
+    """Weights stay in float32: the same entries, and logits as close as bfloat16 gets (8 bits) in three layers."""
+    model = tiny_model().to(torch.bfloat16)
+    prompt, question = tokens(generator, 211), tokens(generator, 13)
+    at_once, one_by_one = (kvest.EvictionCache(model, policy) for _ in range(2))
+    feed(model, at_once, prompt), feed(model, one_by_one, prompt)
+    together, apart = feed(model, at_once, question).float(), singly(model, one_by_one, question).float()
+    assert (together - apart).abs().mean() < 0.02 * apart.abs().mean()
+    assert at_once.report().log_weights[0][0][0].dtype == torch.float32
+    same_entries(at_once.report(), 0, one_by_one.report(), 0, 0)

@@ -130,15 +130,17 @@ class Session:
         self.padded = self.padded or exists is not None
         if columns == 0 and min(added) == 0:
             raise ValueError(f"row {added.index(0)} of the prompt has no token that is not padding")
-        self._note_chunks(tokens)
         self.waiting, self.pending = None, []
         self.step = Step(columns, tokens, exists, added)
 
-    def _note_chunks(self, tokens: int) -> None:
+    def _note_chunks(self, step: Step) -> None:
         """A second pass as long as the first, with nothing decoded between: most likely a chunked prefill."""
-        if self.columns == 0:
+        tokens = step.tokens
+        if step.columns == 0:
             self.prompt_tokens = tokens
-        elif self.columns == self.prompt_tokens == tokens > 1 and self.evicted and self.policy.every is None:
+            return
+        beyond = any(n + a > budget for n, a, budget in zip(self.held, step.added, step.budgets, strict=True))
+        if step.columns == self.prompt_tokens == tokens > 1 and beyond and self.policy.every is None:
             warnings.warn(
                 f"two passes of {tokens} tokens in a row look like a chunked prefill, and this policy evicts after the "
                 "first pass only: later chunks stay whole. Set every=N to hold the budget after every chunk.",
@@ -177,6 +179,7 @@ class Session:
                     due = held > budget if added > 1 else held >= budget + policy.every
                 step.budgets.append(budget)
                 step.due.append(due)
+            self._note_chunks(step)
             self._watch(step, keys.device)
         return step
 
