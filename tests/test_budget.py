@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvest.budget import Bytes, Entries, Footprint, Fraction, read_budget
@@ -58,6 +58,8 @@ def test_a_fraction_grows_with_the_tokens_and_is_never_below_what_is_protected(k
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6), footprints)
+@example(4, 5, NOTHING)
+@example(5, 5, NOTHING)
 def test_entries_are_what_they_say_or_refused(count, protected, footprint):
     if count < protected:
         with pytest.raises(ValueError, match=f"raise it to at least {protected}"):
@@ -67,6 +69,8 @@ def test_entries_are_what_they_say_or_refused(count, protected, footprint):
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**4), st.integers(0, 50), footprints)
+@example(3, 2, 5, NOTHING)  # a short prompt, all of which fits
+@example(1, 2, 5, NOTHING)
 def test_bytes_are_never_exceeded_and_never_wasted(size, seen, protected, footprint):
     """The count is the largest that fits; a budget that cannot hold sinks and window names the least that can."""
 

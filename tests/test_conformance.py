@@ -212,6 +212,8 @@ def combinations():
         certain(PROPOSALS["h2o"](), PROPOSALS["streaming"]()),
         PROPOSALS["last_query"](False, True),
         PROPOSALS["capkv"]("paper", 2.5, 7),
+        PROPOSALS["capkv"](ahead=7),
+        PROPOSALS["snapkv"](pool=3),
         PROPOSALS["harmonic"](256, False),
     ]
     corrected = [*CORRECTED, CORRECTIONS["tempered"](0.5, "counts"), CORRECTIONS["tempered"](1.0, "inclusion", 8)]

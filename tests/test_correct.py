@@ -66,6 +66,18 @@ def test_automatic_tau_differs_between_heads(generator):
     assert len(found.unique()) > 1  # or the test above would not see a tau that is shared
 
 
+def test_queries_that_do_not_exist_have_no_say_in_tau(generator):
+    """Whatever stands in their slots: queries that see all alike, and queries that look for what was evicted."""
+    observation = second_round(generator)
+    draw = sampled(observation, Poisson(), H2O())
+    silent = ~observation.query_valid[:, None, None, :, None]
+    found = []
+    for garbage in (torch.zeros(14), torch.ones(14), *(9 * torch.randn(17, 14, generator=generator))):
+        queries = torch.where(silent, garbage, observation.queries)
+        found.append(Tempered("auto")(draw, replace(observation, queries=queries)))
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
 @every_round
 def test_without_replacement_counts_are_inclusion_weights(make, generator):
     observation = make(generator)

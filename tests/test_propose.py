@@ -74,9 +74,9 @@ def test_with_certain_takes_what_the_other_criterion_ranks_first(share, make, ge
 
 
 def test_with_certain_counts_exactly(generator):
-    """floor(0.29 * 100) is 29, not 28, and no more than the room that sinks and window leave."""
-    observation = first_round(generator, lengths=(127,), budget=torch.tensor([100]))
-    for share, count in [(0.29, 29), (0.299, 29), (1.0, 95)]:
+    """floor(0.13 * 900) is 117, not the 116 of float32, and no more than the room that sinks and window leave."""
+    for budget, share, count in [(100, 0.29, 29), (100, 0.299, 29), (100, 1.0, 95), (900, 0.13, 117)]:
+        observation = first_round(generator, lengths=(budget + 27,), budget=torch.tensor([budget]))
         certain = WithCertain(Uniform(), KeyDiff(), share)(observation).certain
         assert certain.sum(-1).tolist() == [[count] * 3]
         assert not (certain & observation.protected).any()

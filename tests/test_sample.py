@@ -78,6 +78,16 @@ def test_with_replacement_draws_as_often_as_the_count_allows(count):
     assert int(draw.multiplicity.sum()) == n
 
 
+def test_heads_that_draw_more_do_not_add_draws_to_others():
+    """In one call each head is drawn as often as its own count says: the counts sum to what is expected."""
+    made, valid = proposal([0.9, 0.3, 1.7, 1.1, 0.6])
+    wide = Proposal(made.score.expand(1, 3, 5), made.certain.expand(1, 3, 5))
+    counts, positions = torch.tensor([[1, 4, 2]]), torch.arange(5).expand(1, 3, 5)
+    draw = WithReplacement()(wide, valid.expand(1, 3, 5), counts, positions, chosen(torch.full((1, 1, 1), 0.37)))
+    torch.testing.assert_close(draw.multiplicity.sum(-1).double(), draw.expected.sum(-1))
+    assert len(draw.expected.sum(-1).unique()) == 3
+
+
 def test_entries_of_score_0_stay_only_when_all_others_do():
     """And then equally: with 3 positive scores and a count of 4, one of the two others is drawn."""
     made, valid = proposal([0.0, 2.0, 0.3, 0.0, 1.0], (), 0)

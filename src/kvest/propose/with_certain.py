@@ -48,7 +48,7 @@ class WithCertain(Propose):
         inner = self.proposal(observation)
         taken = observation.protected
         rank = self.by(observation).score.masked_fill(taken | ~observation.valid, -1.0)
-        share = (self.share * observation.budget + 1e-9).floor().long()
+        share = (self.share * observation.budget.double() + 1e-9).floor().long()
         room = observation.budget[:, None] - taken.sum(dim=-1)
         count = torch.minimum(share[:, None], room.clamp_min(0))
         order = rank.argsort(dim=-1, descending=True, stable=True)
