@@ -65,15 +65,24 @@ class Run:
     heads: slice
     keys: Float[Tensor, "1 k c d"]
     values: Float[Tensor, "1 k c e"]
-    log_weights: Float[Tensor, "1 k c"]
+    bias: Float[Tensor, "1 k 1 c"]  # the log weights
+
+
+def room(entries: int) -> int:
+    """Slots for a head of so many entries: the next multiple of 16, or of the power of two below a 64th of them.
+
+    So a long cache has at most 1.6 % of free slots, growing copies about 64 entries for each that is appended, and the
+    capacity suits the blocks in which attention kernels work.
+    """
+    step = max(16, 1 << max(entries // 64, 1).bit_length() - 1)
+    return max(-(-entries // step), 1) * step
 
 
 class Store:
     """Kept entries with room to append: what a cache layer holds after an eviction.
 
     Each head owns `capacity` slots in the flat tensors, of which the first `length` are taken; free slots have log
-    weight -inf, so that attention may run over them. Room is added in steps of a 64th of what is held (at least 16):
-    the copying that this costs is read once per step at most, and at most 1.6 % of a long cache is free slots.
+    weight -inf, so that attention may run over them.
     """
 
     def __init__(self, retained: Retained) -> None:
@@ -109,9 +118,10 @@ class Store:
                         heads,
                         self.keys[part].view(*shape, -1),
                         self.values[part].view(*shape, -1),
-                        self.log_weights[part].view(shape),
+                        self.log_weights[part].view(1, len(members), 1, capacity),
                     )
                 )
+            self.run_sizes = [run.heads.stop - run.heads.start for run in self._runs]
         return self._runs
 
     def append(
@@ -154,7 +164,7 @@ class Store:
     def _grow(self, wanted: list[int]) -> None:
         """Move to storage in which every head has room for `wanted` entries and a few more."""
         source = self.taken()
-        self.capacities = [w + max(16, w // 64) for w in wanted]
+        self.capacities = [room(w) for w in wanted]
         self._place()
         target = self.taken()
         size = sum(self.capacities)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK_ELEMENTS = 1 << 22
 """Logits or bias held at once (16 MiB in float32)."""
@@ -58,12 +57,9 @@ def weighted(
 
     On a CPU that is the flash kernel, which takes a float32 bias for every dtype; elsewhere matmul, softmax, matmul.
     """
-    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
-        mask = None if bias is None else bias.expand(*queries.shape[:3], keys.shape[2])
-        if mask is None or queries.dtype == torch.float32:
-            return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
+    if queries.is_cpu and keys.shape[-1] == values.shape[-1]:
+        return torch._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, False, attn_mask=bias, scale=scale
         )[0]
     logits = (queries @ keys.transpose(2, 3)).float() * scale
     if bias is not None:

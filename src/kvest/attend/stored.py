@@ -20,17 +20,24 @@ def attend(
     computed together.
     """
     b, heads, q, d = queries.shape
-    flat = queries.reshape(b * store.heads, heads // store.heads, q, d)
-    runs = store.runs()
+    g = heads // store.heads
     if q == 1:
-        parts = [_one_query(flat[None, run.heads, :, 0], run, scale) for run in runs]
-    else:
-        parts = [_many_queries(flat[run.heads], store, run, scale, exists) for run in runs]
+        return _one_query(queries.reshape(1, b * store.heads, g, d), store, scale).view(b, heads, 1, -1)
+    flat = queries.reshape(b * store.heads, g, q, d)
+    parts = [_many_queries(flat[run.heads], store, run, scale, exists) for run in store.runs()]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(b, heads, q, -1)
 
 
-def _one_query(queries: Float[Tensor, "1 k g d"], run: Run, scale: float) -> Float[Tensor, "k g e"]:
-    return weighted(queries, run.keys, run.values, run.log_weights[:, :, None], scale)[0]
+def _one_query(queries: Float[Tensor, "1 bh g d"], store: Store, scale: float) -> Float[Tensor, "1 bh g e"]:
+    """A decode step, in as few calls as there can be: each costs as much as 100 entries on a CPU."""
+    runs = store.runs()
+    if len(runs) == 1:
+        run = runs[0]
+        return weighted(queries, run.keys, run.values, run.bias, scale)
+    each = torch.split(queries, store.run_sizes, dim=1)
+    return torch.cat(
+        [weighted(part, run.keys, run.values, run.bias, scale) for part, run in zip(each, runs, strict=True)], dim=1
+    )
 
 
 def _many_queries(
@@ -52,6 +59,6 @@ def _many_queries(
     parts = []
     for start in range(0, q, rows):
         some = slice(start, start + rows)
-        bias = run.log_weights[0, :, None].masked_fill(slots > last[:, some, None], -torch.inf)
+        bias = run.bias[0].masked_fill(slots > last[:, some, None], -torch.inf)
         parts.append(weighted(queries[:, :, some], keys, values, bias[:, None], scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
