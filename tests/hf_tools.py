@@ -117,13 +117,22 @@ class Pieces:
 
 
 @torch.no_grad()
-def twin(model: PreTrainedModel, pieces: Sequence[Tensor], saw: Sequence[kvest.Report | None]) -> Tensor:
-    """Logits of one row when piece n sees the entries and weights of `saw[n]` (None: all), and its own causally."""
+def twin(
+    model: PreTrainedModel,
+    pieces: Sequence[Tensor],
+    saw: Sequence[kvest.Report | None],
+    record: dict[tuple[int, int], Tensor] | None = None,
+) -> Tensor:
+    """Logits of one row when piece n sees the entries and weights of `saw[n]` (None: all), and its own causally.
+
+    `record[layer, query head]` gets the attention probabilities `[q, t]`.
+    """
     other = copy.deepcopy(model).double()
     AttentionInterface.register("brute_force", _attention)
     other.set_attn_implementation("brute_force")
     ids = torch.cat(list(pieces), dim=1)
-    return other(ids, bias=_bias(model, [piece.shape[1] for piece in pieces], saw), use_cache=False).logits
+    bias = _bias(model, [piece.shape[1] for piece in pieces], saw)
+    return other(ids, bias=bias, record={} if record is None else record, use_cache=False).logits
 
 
 def _bias(model: PreTrainedModel, sizes: Sequence[int], saw: Sequence[kvest.Report | None]) -> list[Tensor]:
@@ -151,7 +160,14 @@ def _bias(model: PreTrainedModel, sizes: Sequence[int], saw: Sequence[kvest.Repo
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, bias: list[Tensor], **kwargs: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    bias: list[Tensor],
+    record: dict[tuple[int, int], Tensor],
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """One softmax a query head, in the dtype of the model (float64)."""
     assert mask is None
@@ -159,5 +175,7 @@ def _attention(
     for head in range(query.shape[1]):
         own = head * key.shape[1] // query.shape[1]
         logits = kwargs["scaling"] * query[:, head] @ key[:, own].transpose(1, 2) + bias[module.layer_idx][own]
-        heads.append(torch.softmax(logits, dim=-1) @ value[:, own])
+        probabilities = torch.softmax(logits, dim=-1)
+        record[module.layer_idx, head] = probabilities[0]
+        heads.append(probabilities @ value[:, own])
     return torch.stack(heads, dim=2), None

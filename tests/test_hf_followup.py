@@ -12,7 +12,7 @@ from hf_tools import HEADS, POLICIES, Pieces, feed, same_entries, sharpen, singl
 
 @pytest.mark.parametrize(("policy", "count"), [(POLICIES[2], 2), *((policy, 37) for policy in POLICIES)])
 def test_a_question_fed_at_once_equals_token_by_token(tiny_model, generator, policy, count):
-    model = tiny_model()
+    model = tiny_model(layers=2)
     prompt, question = tokens(generator, 211), tokens(generator, count)
     at_once, one_by_one = (kvest.EvictionCache(model, policy) for _ in range(2))
     feed(model, at_once, prompt), feed(model, one_by_one, prompt)
@@ -38,7 +38,7 @@ def test_logits_are_those_of_a_model_without_a_cache_that_weighs_what_the_report
     tiny_model, generator, policy, heads
 ):
     """The twin knows nothing of storage: entries stay in place, evicted ones are masked, kept ones weighted."""
-    model = tiny_model(heads=heads[0], kv_heads=heads[1])
+    model = tiny_model(heads=heads[0], kv_heads=heads[1], layers=2)
     pieces = Pieces(model, kvest.EvictionCache(model, policy))
     for count in (131, 1, 2, 37, 1):
         pieces.feed(tokens(generator, count))

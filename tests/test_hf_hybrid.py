@@ -70,11 +70,11 @@ def test_a_left_padded_row_is_the_row_alone(generator, policy):
     model = hybrid()
     ids, more = tokens(generator, 97, rows=3), tokens(generator, 7, rows=3)
     mask = torch.ones(3, 104, dtype=torch.long)
-    mask[1, :36], mask[2, :86] = 0, 0
+    mask[1, :36], mask[2, :92] = 0, 0
     batch = kvest.EvictionCache(model, policy)
     feed(model, batch, ids, mask[:, :97])
     logits = singly(model, batch, more, mask)
-    for row, pad in enumerate((0, 36, 86)):
+    for row, pad in enumerate((0, 36, 92)):
         cache = kvest.EvictionCache(model, policy)
         feed(model, cache, ids[row : row + 1, pad:])
         torch.testing.assert_close(logits[row], singly(model, cache, more[row : row + 1])[0], rtol=2e-5, atol=2e-5)

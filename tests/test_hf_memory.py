@@ -51,10 +51,14 @@ def wide_model(dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [UNIFORM, UNEVEN, "snapkv(11)/top_k/none@61, every=7", "h2o(values=True)/poisson/inclusion@61, every=7"],
+    ("policy", "padded"),
+    [
+        (UNIFORM, False),
+        (UNEVEN, True),
+        ("snapkv(11)/top_k/none@61, every=7", False),
+        ("h2o(values=True)/poisson/inclusion@61, every=7", True),
+    ],
 )
-@pytest.mark.parametrize("padded", [False, True])
 def test_kept_bytes_are_all_bytes_that_the_cache_brought(tiny_model, generator, policy, padded):
     """To the byte: after the prompt, with room to append, with queries kept for a later round."""
     model = tiny_model()

@@ -33,7 +33,7 @@ def alone(model, policy, *pieces):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_of_a_left_padded_batch_is_the_row_alone(tiny_model, generator, policy):
-    model = tiny_model()
+    model = tiny_model(layers=2)
     rows = [tokens(generator, n) for n in LENGTHS]
     ids, mask = left_padded(rows)
     batch = kvest.EvictionCache(model, policy)
@@ -45,27 +45,27 @@ def test_a_row_of_a_left_padded_batch_is_the_row_alone(tiny_model, generator, po
         same_entries(report, i, cache.report(), 0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [POLICIES[1], *POLICIES[3:5]])
 def test_generate_gives_each_row_of_a_padded_batch_the_tokens_it_gets_alone(tiny_model, generator, policy):
-    model = tiny_model()
+    model = tiny_model(layers=2)
     rows = [tokens(generator, n) for n in LENGTHS]
     ids, mask = left_padded(rows)
     batch = kvest.EvictionCache(model, policy)
-    out = model.generate(ids, attention_mask=mask, past_key_values=batch, max_new_tokens=11, do_sample=False)
+    out = model.generate(ids, attention_mask=mask, past_key_values=batch, max_new_tokens=7, do_sample=False)
     for i, row in enumerate(rows):
         cache = kvest.EvictionCache(model, policy)
         own = model.generate(
-            row, attention_mask=torch.ones_like(row), past_key_values=cache, max_new_tokens=11, do_sample=False
+            row, attention_mask=torch.ones_like(row), past_key_values=cache, max_new_tokens=7, do_sample=False
         )
         assert torch.equal(out[i, ids.shape[1] :], own[0, row.shape[1] :])
         same_entries(batch.report(), i, cache.report(), 0)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES[1:4], "h2o(values=True)/systematic/tempered(0.85)@61, every=7"])
+@pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[3], "h2o(values=True)/systematic/tempered(0.85)@61, every=7"])
 @pytest.mark.parametrize("how", [feed, singly])
 def test_padding_inside_a_left_padded_question_changes_nothing(tiny_model, generator, policy, how):
     """Then two more tokens, so that an entry written by padding would be seen."""
-    model = tiny_model()
+    model = tiny_model(layers=2)
     rows, questions = [tokens(generator, n) for n in LENGTHS], [tokens(generator, n) for n in (5, 13, 1)]
     more = tokens(generator, 2, rows=3)
     batch = kvest.EvictionCache(model, policy)
@@ -86,7 +86,7 @@ def test_padding_inside_a_left_padded_question_changes_nothing(tiny_model, gener
 
 def test_a_row_may_have_no_token_in_a_later_pass(tiny_model, generator):
     """As when one row of a batch has nothing to say in a turn."""
-    model, policy = tiny_model(), "h2o/systematic/inclusion@61, every=7"
+    model, policy = tiny_model(layers=2), "h2o/systematic/inclusion@61, every=7"
     rows = [tokens(generator, n) for n in (131, 151)]
     batch = kvest.EvictionCache(model, policy)
     ids, mask = left_padded(rows)
@@ -109,7 +109,7 @@ def test_a_row_may_have_no_token_in_a_later_pass(tiny_model, generator):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_right_padding_changes_nothing(tiny_model, generator, policy):
     """A tokenizer that pads on the right: the prompt's own logits, entries, weights, and the next tokens."""
-    model = tiny_model()
+    model = tiny_model(layers=2)
     rows = [tokens(generator, n) for n in LENGTHS]
     width = max(LENGTHS)
     ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
@@ -126,7 +126,7 @@ def test_right_padding_changes_nothing(tiny_model, generator, policy):
 
 
 def test_padding_in_a_prompt_that_is_kept_whole_is_not_in_the_report(tiny_model, generator):
-    model = tiny_model()
+    model = tiny_model(layers=2)
     ids, mask = left_padded([tokens(generator, n) for n in (23, 41)])
     cache = kvest.EvictionCache(model, "h2o/top_k/none@1024")
     feed(model, cache, ids, mask)
@@ -134,18 +134,18 @@ def test_padding_in_a_prompt_that_is_kept_whole_is_not_in_the_report(tiny_model,
     assert report.kept_whole
     assert report.seen.tolist() == [23, 41]
     assert report.kept[:, 0].unique().tolist() == [23]
-    assert torch.equal(report.positions[2][0][1], torch.arange(23))
+    assert torch.equal(report.positions[1][0][1], torch.arange(23))
 
 
 def test_rows_within_budget_stay_whole_while_others_are_evicted(tiny_model, generator):
-    model, policy = tiny_model(), "h2o+one_threshold/systematic/inclusion@97"
+    model, policy = tiny_model(layers=2), "h2o+one_threshold/systematic/inclusion@97"
     rows = [tokens(generator, n) for n in (89, 191)]
     ids, mask = left_padded(rows)
     batch = kvest.EvictionCache(model, policy)
     feed(model, batch, ids, mask)
     report = batch.report()
     assert report.evictions == [0, 1]
-    for layer in range(3):
+    for layer in range(2):
         for head in range(2):
             assert torch.equal(report.positions[layer][0][head], torch.arange(89))
             assert report.log_weights[layer][0][head].abs().max() == 0

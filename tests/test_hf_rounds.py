@@ -12,11 +12,15 @@ EVERY = 7
 STANDING = (
     "uniform/systematic/inclusion@61, every=7",
     "h2o(values=True)+one_threshold/systematic/tempered(0.85)@61, every=7",
-    "with_certain(h2o(values=True), by=keydiff, share=0.4)+one_threshold/systematic/tempered(0.85)@61, every=7",
+    "with_certain(snapkv(11), by=keydiff, share=0.4)/poisson/inclusion@61, every=7",
     "snapkv(11)/top_k/none@61, every=7",
     "output_error/systematic/tempered(auto)@61, every=7",
     "capkv/systematic/inclusion@61, every=7",
 )
+
+
+SOME = (STANDING[0], STANDING[1], STANDING[3])
+FIXED = tuple(policy for policy in STANDING if "poisson" not in policy)
 
 
 def mean_kept(report):
@@ -24,15 +28,15 @@ def mean_kept(report):
     return report.kept[report.evicted_layers].double().mean(dim=(0, 2))
 
 
-@pytest.mark.parametrize("policy", STANDING)
+@pytest.mark.parametrize("policy", FIXED)
 def test_the_budget_holds_while_decoding(tiny_model, generator, policy):
     """Never more than the budget and N - 1 between passes; every round comes back to the budget."""
-    model = tiny_model()
+    model = tiny_model(layers=2)
     cache = kvest.EvictionCache(model, policy)
     feed(model, cache, tokens(generator, 131))
     assert mean_kept(cache.report()) == 61
     rounds = 1
-    for step in range(1, 3 * EVERY + 3):
+    for step in range(1, 2 * EVERY + 3):
         feed(model, cache, tokens(generator, 1))
         report = cache.report()
         rounds += step % EVERY == 0
@@ -43,7 +47,7 @@ def test_the_budget_holds_while_decoding(tiny_model, generator, policy):
 
 @pytest.mark.parametrize("policy", STANDING)
 def test_logits_and_weights_after_several_rounds_are_the_twins(tiny_model, generator, policy):
-    model = tiny_model()
+    model = tiny_model(layers=2)
     pieces = Pieces(model, kvest.EvictionCache(model, policy))
     for count in (131, 1, 1, 1, 1, 1, 1, 1, 1, 29, 2, 1, 83):
         pieces.feed(tokens(generator, count))
@@ -54,7 +58,7 @@ def test_logits_and_weights_after_several_rounds_are_the_twins(tiny_model, gener
 @pytest.mark.parametrize("policy", STANDING)
 def test_rounds_keep_sinks_and_window_order_and_weights(tiny_model, generator, policy):
     """What one round did not keep never comes back, and a weight never falls."""
-    model = tiny_model()
+    model = tiny_model(layers=2)
     cache = kvest.EvictionCache(model, policy)
     feed(model, cache, tokens(generator, 131))
     before = cache.report()
@@ -63,7 +67,7 @@ def test_rounds_keep_sinks_and_window_order_and_weights(tiny_model, generator, p
         feed(model, cache, tokens(generator, count))
         report = cache.report()
         seen = int(report.seen)
-        for layer in range(3):
+        for layer in range(2):
             for head in range(2):
                 where, weight = report.positions[layer][0][head], report.log_weights[layer][0][head]
                 assert (where.diff() > 0).all()
@@ -84,10 +88,11 @@ def test_rounds_keep_sinks_and_window_order_and_weights(tiny_model, generator, p
     assert grew == ("top_k" not in policy)
 
 
-@pytest.mark.parametrize("policy", STANDING)
-@pytest.mark.parametrize("lengths", [(89, 67), (89, 30)], ids=["both evicted", "one still whole"])
+@pytest.mark.parametrize(
+    ("policy", "lengths"), [(policy, (89, n)) for n in (67, 30) for policy in STANDING if n == 67 or policy in SOME]
+)
 def test_rows_of_different_lengths_are_evicted_independently(tiny_model, generator, policy, lengths):
-    """Rows come due at different steps; each holds what it holds alone, after several rounds."""
+    """Rows come due at different steps (one of 30 tokens long after the other); each holds what it holds alone."""
     model = tiny_model(layers=2)
     rows = [tokens(generator, n) for n in lengths]
     pad = lengths[0] - lengths[1]
@@ -99,8 +104,8 @@ def test_rows_of_different_lengths_are_evicted_independently(tiny_model, generat
     feed(model, batch, ids, mask)
     for cache, row in zip(own, rows, strict=True):
         feed(model, cache, row)
-    pieces = [tokens(generator, n, rows=2) for n in (*[1] * 8, 31, *[1] * 8)]
-    skipped = {2: 1, 10: 0, 11: 1, 12: 1}  # piece -> the row that is padding there: the rows fall out of step
+    pieces = [tokens(generator, n, rows=2) for n in (*[1] * 8, 31, *[1] * 5)]
+    skipped = {2: 1, 9: 0, 10: 1, 11: 1}  # piece -> the row that is padding there: the rows fall out of step
     for number, piece in enumerate(pieces):
         real = torch.ones_like(piece)
         if number in skipped:
@@ -111,12 +116,12 @@ def test_rows_of_different_lengths_are_evicted_independently(tiny_model, generat
             if skipped.get(number) != i:
                 want = feed(model, cache, piece[i : i + 1])
                 torch.testing.assert_close(logits[i], want[0], rtol=2e-5, atol=2e-5)
-            if number > 6:
+            if number in (7, 8, 13):
                 same_entries(batch.report(), i, cache.report(), 0, 2e-5)
 
 
 def test_two_hundred_short_turns_in_bounded_memory(tiny_model, generator):
-    model = tiny_model(layers=1)
+    model = tiny_model(heads=3, kv_heads=1, layers=1)
     cache = kvest.EvictionCache(model, "h2o(values=True)/systematic/tempered(0.85)@61, every=7")
     feed(model, cache, tokens(generator, 67))
     bytes_held = []
