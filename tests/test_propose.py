@@ -151,8 +151,8 @@ def test_attended_sums_to_the_weights(generator):
     """Each query spreads its weight over the entries that exist, and missing queries have none."""
     observation = second_round(generator)
     total = attended(observation, query_weights(observation))
-    assert not (total * ~observation.valid[:, :, None]).any()
-    want = observation.query_lengths.float()[:, None, None].expand(2, 3, 5)
+    assert not (total * ~observation.valid).any()
+    want = observation.query_lengths.float()[:, None].expand(2, 3)
     torch.testing.assert_close(total.sum(-1), want)
 
 

@@ -18,12 +18,17 @@ from kvest.types import Observation
 BLOCK_ELEMENTS = 1 << 20
 """Logits held at once (4 MiB in float32): small enough to stay in cache, large enough to amortise the calls."""
 
+NEGLIGIBLE = 60.0
+"""Logits this far below a row's largest are raised to it: exp(-60) adds nothing to a float32 sum, while the denormal
+numbers that it avoids make softmax and the sums after it nine times slower on a CPU."""
+
 
 @dataclass(frozen=True)
 class Block:
     """Attention of some queries: `probabilities[b, h, g, r, v]` over the first `v` slots, in float32.
 
-    `slots` are the queries' slots in the observation. Rows of missing queries hold garbage; weigh them by 0.
+    `slots` are the queries' slots in the observation. Rows of missing queries hold garbage; weigh them by 0. The memory
+    belongs to the next block as well: use a block before you ask for another.
     """
 
     slots: Int[Tensor, "r"]
@@ -36,21 +41,18 @@ def blocks(
     """Attention rows of the observed queries, a block at a time, softmax over valid (and earlier) entries.
 
     `p_j(i) = softmax_i(scale q_j.k_i + log_weight_i)`. `slots` picks query slots (ascending; default: all of them).
-    `causal=False` lets every query see the whole prompt. Memory: `elements` float32 numbers, twice.
+    `causal=False` lets every query see the whole prompt. Memory: `elements` float32 numbers.
     """
     b, h, g, q, d = observation.queries.shape
     t = observation.keys.shape[2]
     device = observation.keys.device
     contiguous = slots is None
     slots = torch.arange(q, device=device) if slots is None else slots
-    queries = (
-        (observation.queries.float() * observation.scale)
-        if contiguous
-        else (observation.queries[:, :, :, slots].float() * observation.scale)
-    )
-    keys = observation.keys.float().transpose(2, 3)
+    queries = observation.queries if contiguous else observation.queries[:, :, :, slots]
+    keys = observation.keys.float().contiguous().flatten(0, 1).transpose(1, 2)
     bias = _bias(observation)
     rows = max(1, min(len(slots), (elements or BLOCK_ELEMENTS) // (b * h * g * t)))
+    memory = torch.empty(b * h * g * rows * t, dtype=torch.float32, device=device)  # one block's, used again for each
     for start in range(0, len(slots), rows):
         chosen = slots[start : start + rows]
         r = len(chosen)
@@ -60,16 +62,21 @@ def blocks(
             visible = t - q + start + r
         else:
             visible = t - q + int(chosen[-1]) + 1
-        packed = queries[:, :, :, start : start + r].reshape(b, h, g * r, d)
-        logits = (packed @ keys[..., :visible]).view(b, h, g, r, visible)
+        packed = queries[:, :, :, start : start + r].float().reshape(b * h, g * r, d) * observation.scale
+        logits = memory[: b * h * g * r * visible].view(b * h, g * r, visible)
+        torch.bmm(packed, keys[..., :visible], out=logits)
+        logits = logits.view(b, h, g, r, visible)
         if bias is not None:
             logits += bias[:, :, None, None, :visible]
-        if causal and r > 1:
-            first = t - q + (start if contiguous else int(chosen[0]))  # every row of the block sees slots up to here
-            columns = torch.arange(first, visible, device=device)
-            later = columns > (t - q + chosen)[:, None]
-            logits[..., first:].masked_fill_(later, -torch.inf)
-        yield Block(chosen, torch.softmax(logits, dim=-1, out=logits))
+        first = t - q + (start if contiguous else int(chosen[0])) if causal and r > 1 else visible
+        later = (
+            torch.arange(first, visible, device=device) > (t - q + chosen)[:, None]
+        )  # all rows see slots up to first
+        logits[..., first:].masked_fill_(later, -torch.inf)
+        torch.maximum(logits, logits.amax(dim=-1, keepdim=True) - NEGLIGIBLE, out=logits)
+        torch.softmax(logits, dim=-1, out=logits)
+        logits[..., first:].masked_fill_(later, 0.0)
+        yield Block(chosen, logits)
 
 
 def _bias(observation: Observation) -> Float[Tensor, "b h t"] | None:
@@ -87,17 +94,18 @@ def attended(
     slots: Int[Tensor, "r"] | None = None,
     *,
     causal: bool = True,
-) -> Float[Tensor, "b h g t"]:
-    """`sum_j weights_j p_j(i)` for every query head; float32, 0 on missing slots."""
+) -> Float[Tensor, "b h t"]:
+    """`mean_g sum_j weights_j p_j(i)`; float32, 0 on missing slots."""
     b, h, g, _, _ = observation.queries.shape
-    total = observation.keys.new_zeros((b, h, g, observation.keys.shape[2]), dtype=torch.float32)
+    total = observation.keys.new_zeros((b * h, 1, observation.keys.shape[2]), dtype=torch.float32)
     start = 0
     for block in blocks(observation, slots, causal=causal):
         r, visible = block.probabilities.shape[-2:]
-        weight = weights[:, None, None, None, start : start + r].float()
-        total[..., :visible] += (weight.expand(b, h, g, 1, r) @ block.probabilities)[..., 0, :]
+        weight = (weights[:, None, None, start : start + r].float() / g).expand(b, h, g, r).reshape(b * h, 1, g * r)
+        part = total[..., :visible]
+        torch.baddbmm(part, weight, block.probabilities.view(b * h, g * r, visible), out=part)
         start += r
-    return total * observation.valid[:, :, None]
+    return total.view(b, h, -1) * observation.valid
 
 
 def query_weights(observation: Observation) -> Float[Tensor, "b q"]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -105,21 +105,29 @@ def _ahead(observation: Observation, ahead: int) -> Float[Tensor, "b h g d"]:
     means = []
     for row in range(observation.queries.shape[0]):
         seen, count = int(observation.seen[row]), int(observation.query_lengths[row])
-        queries = observation.queries[row, :, :, observation.queries.shape[3] - count :].float()
-        past = torch.arange(seen - count, seen, device=queries.device)
-        plain = _turn(queries, rotation, past, back=True).sum(-2) / max(count, 1)
+        queries = observation.queries[row, :, :, observation.queries.shape[3] - count :]
+        plain = _turned_back(queries, rotation, torch.arange(seen - count, seen, device=queries.device)) / max(count, 1)
         future = torch.arange(seen, seen + ahead, device=queries.device)
         cos, sin = (part.float().mean(0) for part in rotation(future))
         means.append(plain * cos + _half(plain) * sin)
     return torch.stack(means)
 
 
-def _turn(
-    x: Float[Tensor, "h g n d"], rotation: Rotation, positions: Tensor, *, back: bool
-) -> Float[Tensor, "h g n d"]:
+def _turned_back(
+    queries: Float[Tensor, "h g n d"], rotation: Rotation, positions: Int[Tensor, "n"]
+) -> Float[Tensor, "h g d"]:
+    """`sum_n` of the queries before their rotation: `q cos - half(q) sin`, one head at a time.
+
+    `half` is linear, so that the sum over n is taken first: `sum half(q) sin = half(sum q sin')`, sin' with its halves
+    exchanged.
+    """
     cos, sin = (part.float() for part in rotation(positions))
     size = cos.square() + sin.square()  # 1, or the square of an attention factor (yarn)
-    return (x * cos - _half(x) * sin) / size if back else x * cos + _half(x) * sin
+    cos, sin = cos / size, (sin / size).roll(sin.shape[-1] // 2, dims=-1)
+    heads = queries.flatten(0, 1)
+    along = torch.stack([(head.float() * cos).sum(0) for head in heads])
+    across = torch.stack([(head.float() * sin).sum(0) for head in heads])
+    return (along - _half(across)).view(*queries.shape[:2], -1)
 
 
 def _half(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class H2O(Propose):
 
     def __call__(self, observation: Observation) -> Proposal:
         newest = last(observation, observation.queries.shape[3])
-        history = attended(newest, query_weights(newest)).mean(dim=2)
+        history = attended(newest, query_weights(newest))
         if observation.history is not None:
             history = history + observation.history
         score = history

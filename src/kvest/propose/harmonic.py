@@ -40,7 +40,7 @@ class Harmonic(Propose):
             slots = weights.any(dim=0).nonzero()[:, 0]
             weights = weights[:, slots]
         weights = (weights / weights.sum(dim=1, keepdim=True).clamp_min(1e-300)).float()
-        score = attended(newest, weights, slots).mean(dim=2)
+        score = attended(newest, weights, slots)
         return propose_score(observation, score * value_norms(observation) if self.values else score)
 
 

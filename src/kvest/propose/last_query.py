@@ -30,7 +30,7 @@ class LastQuery(Propose):
     def __call__(self, observation: Observation) -> Proposal:
         newest = last(observation, 1)
         weights = torch.ones_like(newest.query_lengths, dtype=torch.float32)[:, None]
-        score = attended(newest, weights).mean(dim=2)
+        score = attended(newest, weights)
         if self.layer:
             score = score.mean(dim=1, keepdim=True).expand_as(score)
         return propose_score(observation, score * value_norms(observation) if self.values else score)

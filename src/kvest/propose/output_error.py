@@ -37,14 +37,14 @@ class OutputError(Propose):
         chosen = log_uniform(newest, self.rows)
         slots = chosen.any(dim=0).nonzero()[:, 0]
         for block in blocks(newest, slots, causal=False, elements=1 << 19):
-            p = block.probabilities
-            r = p.shape[3]
-            outputs = (p.reshape(b, h, g * r, -1) @ values).view(b, h, g, r, -1)
+            r = block.probabilities.shape[3]
+            p = block.probabilities.view(b, h, g * r, -1)
+            outputs = p @ values
             norms = outputs.square().sum(-1, keepdim=True)
-            cross = (outputs.reshape(b, h, g * r, -1) @ values.transpose(2, 3)).view_as(p)
-            distance = (squares[:, :, None, None] - 2.0 * cross + norms).clamp_min(0.0).sqrt()
-            mine = chosen[:, block.slots].float()[:, None, None, :, None]
-            total += (p * distance * mine / norms.sqrt().clamp_min(1e-20)).sum(dim=3).mean(dim=2)
+            distance = outputs @ values.transpose(2, 3)  # in place from here: it is as large as the block
+            distance.mul_(-2.0).add_(squares[:, :, None]).add_(norms).clamp_min_(0.0).sqrt_().mul_(p)
+            mine = chosen[:, block.slots].float()[:, None, None].expand(b, h, g, r).reshape(b, h, 1, g * r)
+            total += ((mine / norms.sqrt().clamp_min(1e-20).transpose(2, 3)) @ distance)[:, :, 0] / g
         count = chosen.sum(dim=1).clamp_min(1)
         return propose_score(observation, total / count[:, None, None])
 

@@ -36,7 +36,7 @@ class SnapKV(Propose):
     def __call__(self, observation: Observation) -> Proposal:
         newest = last(observation, self.window)
         weights = query_weights(newest) / newest.query_lengths[:, None].clamp_min(1)
-        score = attended(newest, weights).mean(dim=2)
+        score = attended(newest, weights)
         valid = observation.valid.float()
         total = avg_pool1d(score * valid, self.pool, stride=1, padding=self.pool // 2)
         present = avg_pool1d(valid, self.pool, stride=1, padding=self.pool // 2)
