@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvest.types import Observation
 
-BLOCK_ELEMENTS = 1 << 20
-"""Logits held at once (4 MiB in float32): small enough to stay in cache, large enough to amortise the calls."""
+BLOCK_ELEMENTS = 1 << 21
+"""Logits held at once (8 MiB in float32): small enough to stay in cache, large enough to amortise the calls."""
 
 NEGLIGIBLE = 60.0
 """Logits this far below a row's largest are raised to it: exp(-60) adds nothing to a float32 sum, while the denormal
