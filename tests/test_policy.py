@@ -71,7 +71,7 @@ WRONG = {  # text with a | where the caret belongs -> what is said
     "snapkv(3|/top_k/none@0.25": "expected ',' or ')' in the arguments of snapkv",
     "|": "expected a proposal here: a policy is PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET",
     "snapkv/top_k/none@|": "cannot read '' as a number of bytes",
-    "snapkv/top_k/none@|0": "a budget of entries must be at least 1, not 0",
+    "snapkv/top_k/none@|0": "a budget of entries must be a whole number of at least 1, not 0",
     "snapkv/top_k/none@|0.0": "keep must be in (0, 1], not 0.0",
     "snapkv/top_k/none@|1.5": "keep must be in (0, 1], not 1.5: it is the share that stays (a compression ratio",
     "snapkv/top_k/none@|-1": "cannot read '-1' as a number of bytes: write it like 512MiB",
@@ -107,9 +107,9 @@ def test_what_cannot_be_read_is_named_and_pointed_at(marked):
         ("snapkv/top_k/none@19", "19 entries per head cannot hold 4 sinks and a window of 16: raise it to at least 20"),
         ("snapkv/top_k/none@8, sinks=5, window=4", "at least 9"),
         ("snapkv/top_k/none@0.25, window=0", "window must be at least 1"),
-        ("snapkv/top_k/none@0.25, sinks=-1", "sinks must be at least 0, not -1"),
-        ("snapkv/top_k/none@0.25, window=-1", "window must be at least 0, not -1"),
-        ("snapkv/top_k/none@0.25, every=0", "every must be at least 1, not 0"),
+        ("snapkv/top_k/none@0.25, sinks=-1", "sinks must be a whole number of at least 0, not -1"),
+        ("snapkv/top_k/none@0.25, window=-1", "window must be a whole number of at least 0, not -1"),
+        ("snapkv/top_k/none@0.25, every=0", "every must be a whole number of at least 1, not 0"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(text, said):
@@ -151,3 +151,17 @@ def test_sinks_and_window_stay_in_every_head(generator):
             for head, n in enumerate(counts):
                 mine = {next(held) for _ in range(n)}
                 assert set(o.positions[row, head][o.protected[row, head]].tolist()) <= mine
+
+
+def test_a_named_policy_is_read_by_its_name():
+    assert Policy.parse("snapkv@0.25") == Policy.parse("snapkv/top_k/none@0.25")
+    assert str(Policy.parse("kvest@2048, every=64")).endswith("tempered(0.85)@2048, every=64")
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    ["output_error(0)/top_k/none@0.5", "harmonic(rows=0)/top_k/none@0.5", "h2o/with_replacement(0)/counts@0.5"],
+)
+def test_knobs_out_of_range_are_refused_where_they_stand(sentence):
+    with pytest.raises(PolicyError, match=r">= 1|at least 1"):
+        Policy.parse(sentence)

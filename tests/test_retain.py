@@ -170,8 +170,8 @@ def test_right_aligned_names_every_slot_once(generator):
 
 @pytest.mark.parametrize(("counts", "runs"), [(((4, 4), (4, 4)), 1), (((4, 4), (2, 3)), 3), (((4, 2), (4, 2)), 4)])
 def test_runs_are_views_of_neighbours_with_equal_storage(counts, runs, generator):
-    """They share the store's memory, cover all heads in order, and follow every append; room is owned in steps of 16, so
-    that after the first append these small heads are all equal."""
+    """They share the store's memory, cover all heads in order, and follow every append. Room is owned in steps of 16:
+    after the first append these small heads are all equal."""
     store = Store(retained(generator, counts))
     for start in (50, 51):
         found = store.runs()

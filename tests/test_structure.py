@@ -15,8 +15,8 @@ ROOT = Path(kvest.__file__).parent
 LAYERS = [
     {"types", "random", "budget"},
     {"observe", "propose", "allocate", "sample", "correct", "retain", "attend", "certify"},
-    {"grammar"},
-    {"policy", "named"},
+    {"grammar", "named"},
+    {"policy"},
     {"hf"},
     {"eval"},
     {"report", "cli", "__main__"},

@@ -51,8 +51,8 @@ class Entries:
     count: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"a budget of entries must be at least 1, not {self.count!r}")
+        if not isinstance(self.count, int) or self.count < 1:
+            raise ValueError(f"a budget of entries must be a whole number of at least 1, not {self.count!r}")
 
     def entries(self, seen: int, protected: int, footprint: Footprint) -> int:
         if self.count < protected:
@@ -68,12 +68,15 @@ class Entries:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Keep what fits into this many bytes: the whole cache, all rows, weights and positions included."""
+    """Keep what fits into this many bytes: the whole cache, all rows, weights and positions included.
+
+    Designs of random size hold it on average; under `every=N` the N entries until the next eviction come on top.
+    """
 
     size: int
 
     def __init__(self, size: int | str) -> None:
-        object.__setattr__(self, "size", size if isinstance(size, int) else self.read(size))
+        object.__setattr__(self, "size", self.read(size) if isinstance(size, str) else int(size))
         if self.size < 1:
             raise ValueError(f"a budget of bytes must be positive, not {size!r}")
 

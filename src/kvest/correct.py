@@ -81,6 +81,8 @@ class Tempered(Correct):
     def __post_init__(self) -> None:
         if self.tau != "auto" and not (isinstance(self.tau, int | float) and 0 <= self.tau <= 1):
             raise ValueError(f"tempered needs 0 <= tau <= 1 or auto, not {self.tau!r}")
+        if self.rows < 1:
+            raise ValueError(f"tempered needs rows >= 1, not {self.rows!r}")
         if self.of not in ("inclusion", "counts"):
             raise ValueError(f"tempered knows of=inclusion and of=counts, not {self.of!r}")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from kvest.allocate import ALLOCATIONS, UniformAllocation
 from kvest.budget import read_budget
 from kvest.correct import CORRECTIONS
+from kvest.named import NAMED
 from kvest.propose import PROPOSALS, Propose
 from kvest.sample import DESIGNS
 
@@ -46,7 +47,10 @@ def unknown(kind: str, name: str, known: Mapping[str, object]) -> str:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The fields of a Policy; raises PolicyError."""
+    """The fields of a Policy, `NAME@BUDGET` for a named one among them; raises PolicyError."""
+    name, at, rest = text.partition("@")
+    if at and name.strip() in NAMED:
+        text = f"{NAMED[name.strip()]}{at}{rest}"
     return _Reader(text).policy()
 
 

@@ -20,19 +20,25 @@ BLOCK_ELEMENTS = 1 << 21
 
 NEGLIGIBLE = 60.0
 """Logits this far below a row's largest are raised to it: exp(-60) adds nothing to a float32 sum, while the denormal
-numbers that it avoids make softmax and the sums after it nine times slower on a CPU."""
+numbers that it avoids make the sums nine times slower on a CPU."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Attention of some queries: `probabilities[b, h, g, r, v]` over the first `v` slots, in float32.
+    """Attention of some queries over the first `v` slots, in float32: `p_j(i) = mass_ji / total_j`.
 
     `slots` are the queries' slots in the observation. Rows of missing queries hold garbage; weigh them by 0. The memory
     belongs to the next block as well: use a block before you ask for another.
     """
 
     slots: Int[Tensor, "r"]
-    probabilities: Float[Tensor, "b h g r v"]
+    mass: Float[Tensor, "b h g r v"]
+    total: Float[Tensor, "b h g r"]
+
+    @property
+    def probabilities(self) -> Float[Tensor, "b h g r v"]:
+        """p_j(i)."""
+        return self.mass / self.total[..., None]
 
 
 def blocks(
@@ -73,10 +79,9 @@ def blocks(
             torch.arange(first, visible, device=device) > (t - q + chosen)[:, None]
         )  # all rows see slots up to first
         logits[..., first:].masked_fill_(later, -torch.inf)
-        torch.maximum(logits, logits.amax(dim=-1, keepdim=True) - NEGLIGIBLE, out=logits)
-        torch.softmax(logits, dim=-1, out=logits)
+        logits.sub_(logits.amax(dim=-1, keepdim=True)).clamp_min_(-NEGLIGIBLE).exp_()
         logits[..., first:].masked_fill_(later, 0.0)
-        yield Block(chosen, logits)
+        yield Block(chosen, logits, logits.sum(dim=-1))
 
 
 def _bias(observation: Observation) -> Float[Tensor, "b h t"] | None:
@@ -100,10 +105,10 @@ def attended(
     total = observation.keys.new_zeros((b * h, 1, observation.keys.shape[2]), dtype=torch.float32)
     start = 0
     for block in blocks(observation, slots, causal=causal):
-        r, visible = block.probabilities.shape[-2:]
-        weight = (weights[:, None, None, start : start + r].float() / g).expand(b, h, g, r).reshape(b * h, 1, g * r)
+        r, visible = block.mass.shape[-2:]
+        weight = (weights[:, None, None, start : start + r].float() / (g * block.total)).view(b * h, 1, g * r)
         part = total[..., :visible]
-        torch.baddbmm(part, weight, block.probabilities.view(b * h, g * r, visible), out=part)
+        torch.baddbmm(part, weight, block.mass.view(b * h, g * r, visible), out=part)
         start += r
     return total.view(b, h, -1) * observation.valid
 

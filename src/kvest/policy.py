@@ -10,7 +10,7 @@ import torch
 
 from kvest import grammar
 from kvest.allocate import Allocate, UniformAllocation
-from kvest.budget import Budget, Entries
+from kvest.budget import Budget, Bytes, Entries, Fraction
 from kvest.correct import Correct
 from kvest.propose import Propose
 from kvest.random import Stream
@@ -51,10 +51,12 @@ class Policy:
                 f"{grammar.say(self.propose)} gives most entries probability 0, so {grammar.say(self.design)} has "
                 "nothing to draw from: write /top_k/none, or mix it: mixed(streaming, 0.2)"
             )
+        if not isinstance(self.budget, Fraction | Entries | Bytes):
+            raise ValueError(f"budget must be Fraction(0.25), Entries(2048) or Bytes('512MiB'), not {self.budget!r}")
         for name, least in (("sinks", 0), ("window", 0), ("every", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value!r}")
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
         if self.window < 1:
             raise ValueError("window must be at least 1: the latest token's own entry always stays")
         if isinstance(self.budget, Entries) and self.budget.count < self.sinks + self.window:
@@ -72,6 +74,9 @@ class Policy:
 
         Raises PolicyError (a ValueError) with a caret under the place that cannot be read.
         """
+        unknown = sorted(set(fields) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ValueError(f"a policy has no field {unknown[0]!r}. Known: {', '.join(cls.__dataclass_fields__)}")
         return cls(**{**grammar.parse(text), **fields})
 
     def __str__(self) -> str:

@@ -135,7 +135,9 @@ class Store:
         b, h, n, _ = keys.shape
         added = [n] * b if exists is None else exists.sum(dim=1).tolist()
         wanted = [self.lengths[i] + added[i // h] for i in range(b * h)]
-        if any(w > c for w, c in zip(wanted, self.capacities, strict=True)):
+        keys, values = keys.detach().to(self.keys.dtype), values.detach().to(self.values.dtype)
+        foreign = self.keys.is_inference() and not torch.is_inference_mode_enabled()  # cannot be written to any more
+        if foreign or any(w > c for w, c in zip(wanted, self.capacities, strict=True)):
             self._grow(wanted)
         if self._ends is None:
             ends = [s + n for s, n in zip(self.starts, self.lengths, strict=True)]

@@ -52,7 +52,7 @@ def expected_counts(
         return torch.cat([design.inclusion(x, rate[:, None, None]).sum(dim=-1) for x in scores], dim=1)
 
     # Bisection on log(rate). Scores sum to 1 per head and are floored at 1e-30 of the largest, so that the rate lies
-    # between 1e-3 (everything below one entry) and 1e45; 200 halvings reach the spacing of float64.
+    # between 1e-3 (everything below one entry) and 1e45; 80 halvings reach the spacing of float64.
     low = torch.full_like(total, -7.0, dtype=torch.float64)
     high = torch.full_like(low, 104.0)
     for _ in range(80):

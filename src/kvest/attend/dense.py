@@ -41,7 +41,7 @@ def attention(
     scale = d**-0.5 if scale is None else scale
     bias = None if log_weights is None else log_weights.float()[:, :, None]
     packed = queries.reshape(b, h, (heads // h) * q, d)
-    rows = max(1, BLOCK_ELEMENTS // (b * h * t))
+    rows = max(1, BLOCK_ELEMENTS // max(b * h * t, 1))
     parts = [weighted(part, keys, values, bias, scale) for part in torch.split(packed, rows, dim=2)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).view(b, heads, q, -1)
 
@@ -61,7 +61,7 @@ def weighted(
         return torch._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, 0.0, False, attn_mask=bias, scale=scale
         )[0]
-    logits = (queries @ keys.transpose(2, 3)).float() * scale
+    logits = (queries.float() * scale) @ keys.float().transpose(2, 3)  # rounded to bfloat16 they would be off by 1 %
     if bias is not None:
         logits = logits + bias
     return torch.softmax(logits, dim=-1).to(values.dtype) @ values

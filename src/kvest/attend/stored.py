@@ -21,6 +21,8 @@ def attend(
     """
     b, heads, q, d = queries.shape
     g = heads // store.heads
+    if queries.dtype != store.keys.dtype:  # autocast
+        return attend(queries.to(store.keys.dtype), store, scale, exists).to(queries.dtype)
     if q == 1:
         return _one_query(queries.reshape(1, b * store.heads, g, d), store, scale).view(b, heads, 1, -1)
     flat = queries.reshape(b * store.heads, g, q, d)
@@ -60,5 +62,10 @@ def _many_queries(
     for start in range(0, q, rows):
         some = slice(start, start + rows)
         bias = run.bias[0].masked_fill(slots > last[:, some, None], -torch.inf)
-        parts.append(weighted(queries[:, :, some], keys, values, bias[:, None], scale))
+        if queries.is_cpu:
+            parts.append(weighted(queries[:, :, some], keys, values, bias[:, None], scale))
+        else:  # matmuls would copy the keys for every query head of a group: queries of a group stand together
+            packed = queries[:, :, some].reshape(1, k, -1, queries.shape[-1])
+            out = weighted(packed, run.keys, run.values, bias.repeat(1, g, 1)[None], scale)
+            parts.append(out.view(k, g, -1, out.shape[-1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -41,7 +41,7 @@ Question = Annotated[str, typer.Option(help="Asked after the document was read a
 Seed = Annotated[int, typer.Option(help="Of the random designs: same seed, same cache.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Length of an answer, at most.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="What the model computes in.")]
-Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file as well.")]
 
 POLICY_HELP = "PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET, e.g. snapkv/top_k/none@0.25."

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvest.cli.shared import STDERR, conditions, context_of, load_model, read_document, write_json
+from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read_document, write_json
 from kvest.eval.compare import CONTINUATION, Row
 from kvest.eval.compare import compare as rows_of
 from kvest.eval.document import FACT, QUESTION, prompt, speech
@@ -36,6 +36,7 @@ def compare(
     given = read_document(prompt_file)
     if given is not None and not question:
         raise ValueError("compare asks about the document: give --question with --prompt-file")
+    check_writable(json)
     model, tokenizer = load_model(name, dtype, device)
     document = speech(tokenizer) if given is None else given
     asked = question or QUESTION

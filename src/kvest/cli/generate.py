@@ -10,7 +10,7 @@ import torch
 from rich.text import Text
 from transformers import TextStreamer
 
-from kvest.cli.shared import STDERR, conditions, context_of, load_model, read_document, write_json
+from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read_document, write_json
 from kvest.eval.document import prompt
 from kvest.eval.prefill import run
 from kvest.hf import EvictionCache, Report
@@ -35,6 +35,7 @@ def generate(
     document = read_document(prompt_file)
     if document is None:
         raise ValueError("nothing to read: give --prompt-file a text file, or - for standard input")
+    check_writable(json)
     model, tokenizer = load_model(name, dtype, device)
     parts = prompt(tokenizer, document, question, context=context_of(model), reserve=max_new_tokens)
     if parts.question.shape[1] == 0:

@@ -75,14 +75,25 @@ def conditions(model: Any, name: str) -> dict[str, Any]:
     }
 
 
+def check_writable(path: Path | None) -> None:
+    """Raise before the work rather than after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: it is a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"cannot write {str(path)!r}: no folder {str(path.parent)!r} that can be written to")
+
+
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a whole file or none."""
+    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    except OSError as error:
-        raise ValueError(f"cannot write {str(path)!r}: {error.strerror}") from None
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-    os.chmod(scratch, 0o644)
-    os.replace(scratch, path)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise

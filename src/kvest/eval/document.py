@@ -52,7 +52,7 @@ def _parts(tokenizer: Any, document: str, question: str) -> tuple[str, str]:
     content = f"{document}\n\n{question}" if question else document
     chat = [{"role": "user", "content": content}]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    end = text.index(document) + len(document)
+    end = text.rindex(content) + len(document)
     return text[:end], text[end:]
 
 

@@ -84,6 +84,13 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
         if tokens_to_remove < 0:
+            for index, layer in enumerate(self.layers):
+                window = getattr(layer, "sliding_window", None)
+                if not isinstance(layer, EvictionLayer) and (window is None or layer.get_seq_length() >= window):
+                    raise ValueError(
+                        f"cannot take back {-tokens_to_remove} tokens: layer {index} ({type(layer).__name__}) has let "
+                        "go of what came before them"
+                    )
             self.session.crop(-tokens_to_remove)
             super().crop(tokens_to_remove)
 

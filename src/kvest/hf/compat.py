@@ -86,6 +86,12 @@ def attach(model: PreTrainedModel, attention: Callable[..., Any], mask: Callable
     name = model.config._attn_implementation or "sdpa"
     if name.startswith(PREFIX):
         return
+    if "flash" in name or "/" in name:
+        raise UnsupportedModel(
+            model,
+            f"its attention implementation {name!r} looks itself up by its name, and kvest cannot stand in front of it",
+            "Load the model with attn_implementation='sdpa'",
+        )
     ours = PREFIX + name
     AttentionInterface.register(ours, _Wrapped(attention, name))
     AttentionMaskInterface.register(ours, _Wrapped(mask, name))
@@ -134,7 +140,14 @@ def query_length(argument: int | Tensor) -> int:
 def rotation(model: PreTrainedModel) -> Rotation | None:
     """Positions -> (cos, sin) of the model's rotary embedding; None where it has none of the common kind."""
     modules = [m for name, m in model.named_modules() if name.split(".")[-1] == "rotary_emb"]
-    if not modules or getattr(text_config(model), "partial_rotary_factor", 1.0) not in (None, 1.0):
+    if not modules:
+        return None
+    config = text_config(model)
+    rotate_half = getattr(sys.modules[type(model).__module__], "rotate_half", None)
+    probe = torch.arange(1.0, 5.0)
+    if getattr(config, "no_rope_layers", None) or rotate_half is None:
+        return None
+    if rotate_half(probe).tolist() != [-3.0, -4.0, 1.0, 2.0]:  # interleaved pairs, as in cohere
         return None
     embedding = modules[0]
     layered = hasattr(embedding, "layer_types")
@@ -145,4 +158,7 @@ def rotation(model: PreTrainedModel) -> Rotation | None:
         cos, sin = embedding(like, positions[None], **kwargs)
         return cos[0], sin[0]
 
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if rotate(torch.zeros(1, dtype=torch.int64, device=model.device))[0].shape[-1] != width:
+        return None  # a partial rotation
     return rotate

@@ -133,4 +133,4 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

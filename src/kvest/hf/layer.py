@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from kvest.types import Observation, Proposal, Retained
 
 ATTRIBUTE = "_kvest_layer"
 """Set on the keys that `update` returns: this is how the attention function finds its layer."""
+
+
+def own(x: Tensor) -> Tensor:
+    """`x` without what else its storage holds: a layer must not keep queries alive for a view of the keys."""
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 class MaskLength(int):
@@ -89,8 +95,8 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         self.columns += key_states.shape[2]
         if self.store is None:
             grown = self.keys is not None
-            self.keys = torch.cat([self.keys, key_states], dim=2) if grown else key_states
-            self.values = torch.cat([self.values, value_states], dim=2) if grown else value_states
+            self.keys = torch.cat([self.keys, key_states], dim=2) if grown else own(key_states)
+            self.values = torch.cat([self.values, value_states], dim=2) if grown else own(value_states)
             keys, values = self.keys.view_as(self.keys), self.values
         else:
             self.store.append(key_states, value_states, session.positions(key_states.device), step.exists)
@@ -146,11 +152,12 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             output = attend(queries, self.store, scale, step.exists).transpose(1, 2).contiguous(), None
         session.waiting = None
         self.scale = scale
-        if any(step.due) or session.remembers:
-            self.queries.append(queries)
-            self._forget_old_queries()
-        if any(step.due):
-            self._propose(scale)
+        with torch.no_grad():
+            if any(step.due) or session.remembers:
+                self.queries.append(queries.detach())
+                self._forget_old_queries()
+            if any(step.due):
+                self._propose(scale)
         return output
 
     def _forget_old_queries(self) -> None:
@@ -182,7 +189,8 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         policy = self.session.policy
         observation = observe(self, scale)
         proposal = policy.proposal(observation)
-        self.observed = (observation.recent(policy.correct.queries), proposal)
+        looked_at = observation.recent(policy.correct.queries)
+        self.observed = (replace(looked_at, queries=own(looked_at.queries)), proposal)
         self._keep_queries(self.session.planned().left_columns)
 
     def stream(self) -> Stream:

@@ -56,7 +56,7 @@ class Report:
                 "bytes held",
                 f"{_bytes(self.kept_bytes)} of {_bytes(self.full_bytes)} ({self.kept_bytes / self.full_bytes:.1%})",
             ),
-            ("evictions", "none: shorter than the budget, kept whole" if self.kept_whole else str(max(self.evictions))),
+            ("evictions", "none: within the budget, kept whole" if self.kept_whole else str(max(self.evictions))),
         ]
         return "\n".join(f"{name:<13}{text}" for name, text in lines)
 

@@ -58,6 +58,7 @@ class Step:
     watched: Bool[Tensor, "b n"] | None = None
     left: Bool[Tensor, "b n"] | None = None
     left_columns: int = 0
+    positions: Int[Tensor, "b n"] | None = None  # real positions of the columns, once a layer asked for them
 
 
 class Session:
@@ -111,6 +112,11 @@ class Session:
         if len(self.seen) != rows:
             raise ValueError(
                 f"this cache holds {len(self.seen)} rows, and the input has {rows}: use one cache per batch"
+            )
+        if columns != self.columns:
+            raise RuntimeError(
+                f"an earlier pass over this cache did not finish: its layers have seen {columns} tokens, the cache as "
+                f"a whole {self.columns}. Call cache.reset(), or make a new EvictionCache, and read the prompt again"
             )
         exists = None
         if attention_mask is not None:
@@ -215,7 +221,8 @@ class Session:
         last = layer.index == self.evictable[-1]
         if self.pending and (last or not self.policy.allocate.whole_model):
             observations, proposals = zip(*(each.observed for each in self.pending if each.observed), strict=True)
-            kept = self.policy.settle(observations, proposals, [each.stream() for each in self.pending])
+            with torch.no_grad():
+                kept = self.policy.settle(observations, proposals, [each.stream() for each in self.pending])
             for each, retained in zip(self.pending, kept, strict=True):
                 each.settle(retained)
             self.pending = []
@@ -244,10 +251,15 @@ class Session:
     def positions(self, device: torch.device) -> Int[Tensor, "b n"]:
         """Real positions of the current pass's columns (of padding: those of the token before)."""
         step = self.planned()
-        start = torch.tensor(self.seen, device=device)[:, None]
-        if step.exists is None:
-            return start + torch.arange(step.tokens, device=device)
-        return start + step.exists.cumsum(dim=1) - 1
+        if step.positions is None or step.positions.device != device:
+            if step.exists is None and len(set(self.seen)) == 1:  # made on the device: nothing is copied to it
+                first, rows = self.seen[0], len(self.seen)
+                step.positions = torch.arange(first, first + step.tokens, device=device).expand(rows, step.tokens)
+            else:
+                start = torch.tensor(self.seen).to(device, non_blocking=True)[:, None]
+                new = torch.arange(step.tokens, device=device) if step.exists is None else step.exists.cumsum(1) - 1
+                step.positions = start + new.to(device)
+        return step.positions
 
     def crop(self, count: int) -> None:
         """Forget the latest `count` columns, all of them real and newer than the last eviction."""

@@ -34,6 +34,13 @@ class Propose(ABC):
     def __call__(self, observation: Observation) -> Proposal: ...
 
 
+def at_least(least: int, **knobs: int | None) -> None:
+    """Raise ValueError for a knob that is smaller, or no whole number; None is left out."""
+    for name, value in knobs.items():
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
 def propose_score(observation: Observation, score: Float[Tensor, "b h t"]) -> Proposal:
     """A proposal without certain entries: score in float32, 0 on missing slots."""
     valid = observation.valid

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvest.propose._base import Propose, last, propose_score
+from kvest.propose._base import Propose, at_least, last, propose_score
 from kvest.types import Observation, Proposal, Rotation
 
 
@@ -40,6 +40,7 @@ class CapKV(Propose):
     def __post_init__(self) -> None:
         if self.form not in ("authors", "paper"):
             raise ValueError(f"capkv has form='authors' and form='paper', not {self.form!r}")
+        at_least(1, ahead=self.ahead)
 
     @property
     def queries(self) -> int | None:
@@ -83,7 +84,8 @@ def _leverage(
         w = weights[:, :, g].to(values.dtype)
         gram = ((values * w[..., None]).transpose(2, 3) @ values).double()
         floor = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(1e-300)
-        factor = torch.linalg.cholesky(gram + torch.maximum(ridge[:, :, g, :, None].double(), floor) * eye)
+        ridged = gram + torch.maximum(ridge[:, :, g, :, None].double(), floor) * eye
+        factor = torch.linalg.cholesky_ex(ridged).L  # fails for NaN only, which the policy reports
         whitened = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False).to(values.dtype)
         scores[:, :, g] = w * (values @ whitened.transpose(2, 3)).square().sum(-1)
     return scores

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvest.observe import attended
-from kvest.propose._base import Propose, last, propose_score, value_norms
+from kvest.propose._base import Propose, at_least, last, propose_score, value_norms
 from kvest.types import Observation, Proposal
 
 
@@ -24,6 +24,9 @@ class Harmonic(Propose):
 
     rows: int | None = None
     values: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(1, rows=self.rows)
 
     @property
     def queries(self) -> int | None:

@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from kvest.observe import blocks
-from kvest.propose._base import Propose, last, propose_score
+from kvest.propose._base import Propose, at_least, last, propose_score
 from kvest.types import Observation, Proposal
 
 
@@ -24,6 +24,9 @@ class OutputError(Propose):
 
     rows: int = 128
 
+    def __post_init__(self) -> None:
+        at_least(1, rows=self.rows)
+
     @property
     def queries(self) -> int | None:
         return None
@@ -37,7 +40,7 @@ class OutputError(Propose):
         chosen = log_uniform(newest, self.rows)
         slots = chosen.any(dim=0).nonzero()[:, 0]
         for block in blocks(newest, slots, causal=False, elements=1 << 19):
-            r = block.probabilities.shape[3]
+            r = block.mass.shape[3]
             p = block.probabilities.view(b, h, g * r, -1)
             outputs = p @ values
             norms = outputs.square().sum(-1, keepdim=True)

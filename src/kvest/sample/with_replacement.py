@@ -26,6 +26,10 @@ class WithReplacement(Design):
     most: int = 16
     fixed_size = False
 
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise ValueError(f"with_replacement needs most >= 1, not {self.most!r}")
+
     def inclusion(self, score: Float[Tensor, "... t"], rate: Float[Tensor, "... 1"]) -> Float[Tensor, "... t"]:
         return -torch.expm1(rate * torch.log1p(-score.clamp_max(1.0 - 1e-16)))
 
