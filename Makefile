@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check bench setup clean
+.PHONY: demo test check bench needles setup clean
 
 demo: $(READY)  ## hide a fact in a long speech, evict before the question is known, ask, and print what it cost
 	$(BIN)/kvest compare
@@ -19,10 +19,15 @@ check: $(READY)  ## style and types
 	$(BIN)/mypy
 
 bench: $(READY)  ## speed and memory, as ratios, with the conditions they were measured under
-	$(BIN)/python benchmarks/attention.py
-	$(BIN)/python benchmarks/eviction.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/attention.py --json docs/benchmarks/attention.json
+	$(BIN)/python benchmarks/eviction.py --json docs/benchmarks/eviction.json
+	$(BIN)/python benchmarks/memory.py --json docs/benchmarks/memory.json
+	$(BIN)/python benchmarks/decode.py --json docs/benchmarks/decode.json
+	$(BIN)/python benchmarks/tables.py
+
+needles: $(READY)  ## who finds what was hidden, by kind of document
+	$(BIN)/python benchmarks/needles.py --json docs/benchmarks/needles.json
+	$(BIN)/python benchmarks/tables.py
 
 setup: $(READY)  ## a virtual environment with everything in it
 

@@ -1,4 +1,4 @@
-"""Policies by name: the systems of papers that the parts can say so far, and kvest's own. `@` adds a budget."""
+"""Policies by name: the systems of papers that the parts can say so far, and kvest's own. `NAME@BUDGET` is a policy."""
 
 NAMED = {
     "kvest": "with_certain(h2o(values=True), by=keydiff, share=0.4)+one_threshold/systematic/tempered(0.85)",

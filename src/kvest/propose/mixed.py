@@ -14,6 +14,8 @@ class Mixed(Propose):
 
     Scores that see only a few queries miss entries that later ones want. The mixture also bounds the weights: no
     inclusion probability falls below eps times the uniform one.
+    The sum is over all entries, sinks among them, which hold most of an attention score: of what is drawn, the uniform
+    part is larger than eps.
     Source: defensive importance sampling, Hesterberg 1995, doi:10.1080/00401706.1995.10484303.
     """
 
