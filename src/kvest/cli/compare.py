@@ -45,7 +45,7 @@ def compare(
     rows: list[Row] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=STDERR, transient=True) as progress:
-        reading = progress.add_task(f"reading {tokens:,} tokens", total=1)
+        reading = progress.add_task(f"reading {tokens:,} tokens", total=None)
         task = progress.add_task("comparing", total=len(chosen) + 1)
         found = rows_of(
             model,
@@ -54,7 +54,7 @@ def compare(
             chosen,
             seed=seed,
             max_new_tokens=max_new_tokens,
-            on_read=lambda: progress.update(reading, completed=1),
+            on_read=lambda: progress.update(reading, total=1, completed=1),
         )
         for row in found:
             rows.append(row)

@@ -11,10 +11,10 @@ from rich.text import Text
 from transformers import TextStreamer
 
 from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read_document, write_json
+from kvest.eval.compare import answer
 from kvest.eval.document import prompt
 from kvest.eval.prefill import run
 from kvest.hf import EvictionCache, Report
-from kvest.hf.compat import CACHE_ARGUMENT
 from kvest.named import NAMED
 from kvest.policy import Policy
 
@@ -43,21 +43,12 @@ def generate(
     cache = EvictionCache(model, chosen, seed=seed)
     with STDERR.status(f"reading {parts.document.shape[1]:,} tokens"), torch.no_grad():
         run(model, parts.document.to(model.device), cache, logits_to_keep=1)
-    ids = torch.cat([parts.document, parts.question], dim=1).to(model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **{CACHE_ARGUMENT: cache},
-    )
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    said = answer(model, tokenizer, cache, parts, max_new_tokens, streamer)
     report = cache.report()
     STDERR.print(Text(str(report), style="dim"))
     if json is not None:
-        answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        write_json(json, {"answer": answer, "report": _plain(report), "conditions": conditions(model, name)})
+        write_json(json, {"answer": said, "report": _plain(report), "conditions": conditions(model, name)})
 
 
 def _plain(report: Report) -> dict[str, Any]:

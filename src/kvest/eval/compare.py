@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from kvest.eval.document import Prompt
 from kvest.eval.prefill import Prefill, run
@@ -97,7 +98,14 @@ def compare(
         )
 
 
-def answer(model: PreTrainedModel, tokenizer: Any, cache: EvictionCache, prompt: Prompt, max_new_tokens: int) -> str:
+def answer(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    cache: EvictionCache,
+    prompt: Prompt,
+    max_new_tokens: int,
+    streamer: BaseStreamer | None = None,
+) -> str:
     """Ask; the model's greedy answer through the ordinary generate()."""
     ids = torch.cat([prompt.document, prompt.question], dim=1).to(model.device)
     out = model.generate(
@@ -106,6 +114,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, cache: EvictionCache, prompt:
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        streamer=streamer,
         **{CACHE_ARGUMENT: cache},
     )
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()

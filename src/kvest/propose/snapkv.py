@@ -16,8 +16,9 @@ class SnapKV(Propose):
     """score_i = mean over i's `pool` neighbours of mean_{g, j} p_j(i),  j: the last `window` queries
 
     Source: SnapKV, arXiv:2404.14469.
-    Unlike the paper: in later rounds of a standing budget, only the queries since the last round are looked at; which recent entries stay for sure is the policy's `window`, not the observed queries; at the ends
-    of the sequence the pool averages over the neighbours that exist.
+    Unlike the paper: which recent entries stay for sure is the policy's `window`, not the observed queries; at the ends
+    of the sequence the pool averages over the neighbours that exist; in later rounds of a standing budget only the
+    queries since the last round are looked at.
     """
 
     window: int = 64
