@@ -6,7 +6,7 @@ Every attention-based score is a column sum of the attention matrix under weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from kvest.types import Observation
 
-BLOCK_ELEMENTS = 1 << 21
-"""Logits held at once (8 MiB in float32): small enough to stay in cache, large enough to amortise the calls."""
+BLOCK_ELEMENTS = 1 << 19
+"""Logits held at once (2 MiB in float32): small enough to stay in cache, large enough to amortise the calls."""
+LEAST_ROWS = 64
+"""Rows of a block at least, however long the context: a matrix product of fewer wastes the processor."""
 
 NEGLIGIBLE = 60.0
 """Logits this far below a row's largest are raised to it: exp(-60) adds nothing to a float32 sum, while the denormal
@@ -57,7 +59,8 @@ def blocks(
     queries = observation.queries if contiguous else observation.queries[:, :, :, slots]
     keys = observation.keys.float().contiguous().flatten(0, 1).transpose(1, 2)
     bias = _bias(observation)
-    rows = max(1, min(len(slots), (elements or BLOCK_ELEMENTS) // (b * h * g * t)))
+    size = max(BLOCK_ELEMENTS, LEAST_ROWS * t) if elements is None else elements
+    rows = max(1, min(len(slots), size // (b * h * g * t)))
     memory = torch.empty(b * h * g * rows * t, dtype=torch.float32, device=device)  # one block's, used again for each
     for start in range(0, len(slots), rows):
         chosen = slots[start : start + rows]
@@ -75,9 +78,7 @@ def blocks(
         if bias is not None:
             logits += bias[:, :, None, None, :visible]
         first = t - q + (start if contiguous else int(chosen[0])) if causal and r > 1 else visible
-        later = (
-            torch.arange(first, visible, device=device) > (t - q + chosen)[:, None]
-        )  # all rows see slots up to first
+        later = torch.arange(first, visible, device=device) > (t - q + chosen)[:, None]  # none is, before first
         logits[..., first:].masked_fill_(later, -torch.inf)
         logits.sub_(logits.amax(dim=-1, keepdim=True)).clamp_min_(-NEGLIGIBLE).exp_()
         logits[..., first:].masked_fill_(later, 0.0)
@@ -93,6 +94,24 @@ def _bias(observation: Observation) -> Float[Tensor, "b h t"] | None:
     return observation.log_weights.masked_fill(~observation.valid, torch.finfo(torch.float32).min)
 
 
+def by_head(
+    observation: Observation, score: Callable[[Observation, slice], Float[Tensor, "_ _ t"]]
+) -> Float[Tensor, "b h t"]:
+    """`score(part, rows)` of every part of an observation, put together
+
+    On a CPU a part is one head, whose logits then stay in the cache for all that is done to them (a quarter faster);
+    elsewhere it is everything at once.
+    """
+    b, h, t, _ = observation.keys.shape
+    if not observation.keys.is_cpu:
+        return score(observation, slice(0, b))
+    out = torch.empty(b, h, t)
+    for row in range(b):
+        for head in range(h):
+            out[row, head] = score(observation.head(row, head), slice(row, row + 1))[0, 0]
+    return out
+
+
 def attended(
     observation: Observation,
     weights: Float[Tensor, "b r"],
@@ -101,6 +120,12 @@ def attended(
     causal: bool = True,
 ) -> Float[Tensor, "b h t"]:
     """`mean_g sum_j weights_j p_j(i)`; float32, 0 on missing slots."""
+    return by_head(observation, lambda part, rows: _attended(part, weights[rows], slots, causal=causal))
+
+
+def _attended(
+    observation: Observation, weights: Float[Tensor, "b r"], slots: Int[Tensor, "r"] | None, *, causal: bool
+) -> Float[Tensor, "b h t"]:
     b, h, g, _, _ = observation.queries.shape
     total = observation.keys.new_zeros((b * h, 1, observation.keys.shape[2]), dtype=torch.float32)
     start = 0

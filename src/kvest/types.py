@@ -68,6 +68,14 @@ class Observation:
         recent = self.positions >= (self.seen - self.window)[:, None, None]
         return self.valid & ((self.positions < self.sinks) | recent | ~self.due[:, None, None])
 
+    def head(self, row: int, head: int) -> Observation:
+        """One head of one row, as views."""
+        one, only = slice(row, row + 1), slice(head, head + 1)
+        wide = ("queries", "keys", "values", "log_weights", "positions", "lengths", "history")
+        parts = {name: x[one, only] for name in wide if (x := getattr(self, name)) is not None}
+        parts |= {name: getattr(self, name)[one] for name in ("query_lengths", "seen", "budget", "due")}
+        return replace(self, **parts)
+
     def recent(self, count: int | None) -> Observation:
         """The same entries, seen by the last `count` queries only (None: by all that there are)."""
         q = self.queries.shape[3]

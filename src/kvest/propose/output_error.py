@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvest.observe import blocks
+from kvest.observe import blocks, by_head
 from kvest.propose._base import Propose, at_least, last, propose_score
 from kvest.types import Observation, Proposal
 
@@ -33,23 +33,29 @@ class OutputError(Propose):
 
     def __call__(self, observation: Observation) -> Proposal:
         newest = last(observation, observation.queries.shape[3])
-        b, h, g, _, _ = newest.queries.shape
-        values = newest.values.float()
-        squares = values.square().sum(-1)
-        total = torch.zeros_like(squares)
         chosen = log_uniform(newest, self.rows)
         slots = chosen.any(dim=0).nonzero()[:, 0]
-        for block in blocks(newest, slots, causal=False, elements=1 << 19):
-            r = block.mass.shape[3]
-            p = block.probabilities.view(b, h, g * r, -1)
-            outputs = p @ values
-            norms = outputs.square().sum(-1, keepdim=True)
-            distance = outputs @ values.transpose(2, 3)  # in place from here: it is as large as the block
-            distance.mul_(-2.0).add_(squares[:, :, None]).add_(norms).clamp_min_(0.0).sqrt_().mul_(p)
-            mine = chosen[:, block.slots].float()[:, None, None].expand(b, h, g, r).reshape(b, h, 1, g * r)
-            total += ((mine / norms.sqrt().clamp_min(1e-20).transpose(2, 3)) @ distance)[:, :, 0] / g
         count = chosen.sum(dim=1).clamp_min(1)
+        total = by_head(newest, lambda part, rows: _moved(part, slots, chosen[rows]))
         return propose_score(observation, total / count[:, None, None])
+
+
+def _moved(observation: Observation, slots: Int[Tensor, "r"], chosen: Bool[Tensor, "b q"]) -> Float[Tensor, "b h t"]:
+    """The sum over the chosen queries (each row its own), averaged over the group."""
+    b, h, g, _, _ = observation.queries.shape
+    values = observation.values.float()
+    squares = values.square().sum(-1)
+    total = torch.zeros_like(squares)
+    for block in blocks(observation, slots, causal=False):
+        r = block.mass.shape[3]
+        p = block.probabilities.view(b, h, g * r, -1)
+        outputs = p @ values
+        norms = outputs.square().sum(-1, keepdim=True)
+        distance = outputs @ values.transpose(2, 3)  # in place from here: it is as large as the block
+        distance.mul_(-2.0).add_(squares[:, :, None]).add_(norms).clamp_min_(0.0).sqrt_().mul_(p)
+        mine = chosen[:, block.slots].float()[:, None, None].expand(b, h, g, r).reshape(b, h, 1, g * r)
+        total += ((mine / norms.sqrt().clamp_min(1e-20).transpose(2, 3)) @ distance)[:, :, 0] / g
+    return total
 
 
 def log_uniform(observation: Observation, rows: int) -> Bool[Tensor, "b q"]:
