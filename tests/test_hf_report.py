@@ -126,3 +126,17 @@ def test_a_hybrid_report_covers_every_layer(generator):
             assert torch.equal(report.positions[layer][0][head], torch.arange(131 - 15, 131))
             assert report.log_weights[layer][0][head].abs().max() == 0
     assert report.full_bytes == 64 * 2 * (2 * 131 + 4 * 15)
+
+
+def test_a_report_is_a_copy_that_later_tokens_do_not_change(tiny_model, generator):
+    model = tiny_model()
+    cache = kvest.EvictionCache(model, "uniform/poisson/inclusion@0.4")
+    feed(model, cache, tokens(generator, 61))
+    report = cache.report()
+    before = [weights.clone() for layer in report.log_weights for row in layer for weights in row]
+    storages = {layer.store.log_weights.untyped_storage().data_ptr() for layer in cache.layers}
+    for layer in cache.layers:
+        layer.store.log_weights.zero_()
+    after = [weights for layer in report.log_weights for row in layer for weights in row]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not storages & {weights.untyped_storage().data_ptr() for weights in after}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvest.hf.layer import EvictionLayer
 from kvest.hf.session import Session
+from kvest.retain import Run, Store
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def _layer(layer: Any, rows: int, session: Session) -> tuple[list[list[Tensor]],
     if isinstance(layer, EvictionLayer) and layer.store is not None:
         store = layer.store
         positions = [[store.head(store.positions, b, h).long().cpu() for h in range(store.heads)] for b in range(rows)]
-        weights = [[store.head(store.log_weights, b, h).cpu() for h in range(store.heads)] for b in range(rows)]
+        weights = [
+            [store.head(store.log_weights, b, h).to("cpu", copy=True) for h in range(store.heads)] for b in range(rows)
+        ]
         return positions, weights
     keys = getattr(layer, "keys", None)
     if keys is None or keys.ndim != 4:
@@ -149,5 +152,5 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, list | tuple):
         for value in x:
             yield from _tensors(value)
-    elif type(x).__name__ in ("Store", "Run"):
+    elif isinstance(x, Store | Run):
         yield from _tensors(vars(x))
