@@ -115,9 +115,8 @@ def best_tau(
         norms = exact.square().sum(-1).clamp_min(1e-20)
         exists = observation.query_valid[:, block.slots].float()[:, None, None]
         for i, tau in enumerate(grid):
-            weight = (log_weights * tau).exp() * draw.keep
-            kept = p * weight[:, :, None, None, :visible]
-            output = (kept / kept.sum(-1, keepdim=True).clamp_min(1e-20)) @ values[:, :, None, :visible]
+            weight = ((log_weights * tau).exp() * draw.keep)[:, :, None, :visible, None]
+            output = (p @ (weight * values[:, :, None, :visible])) / (p @ weight).clamp_min(1e-20)
             errors[i] += ((output - exact).square().sum(-1) / norms * exists).sum(dim=(2, 3))
     return torch.tensor(grid, device=values.device)[errors.argmin(dim=0)]
 
