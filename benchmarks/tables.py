@@ -35,8 +35,14 @@ def interval(ratio: Row) -> str:
 def attention(rows: list[Row]) -> str:
     headings = ["shape", "dtype", "entries per head", "sdpa, us", "equal counts / sdpa", "counts 1:4 / sdpa"]
     cells = [
-        [r["shape"], r["dtype"], f"{r['entries_per_head']:,}", f"{r['sdpa_us']:,.0f}", interval(r["equal"])]
-        + [interval(r["1:4"])]
+        [
+            r["shape"],
+            r["dtype"],
+            f"{r['entries_per_head']:,}",
+            f"{r['sdpa_us']:,.0f}",
+            interval(r["equal"]),
+            interval(r["1:4"]),
+        ]
         for r in rows
     ]
     return table(headings, cells)
@@ -53,9 +59,14 @@ def eviction(rows: list[Row]) -> str:
 def decode(rows: list[Row]) -> str:
     headings = ["cache", "batch", "tokens/s", "speed-up", "ideal", "MiB held"]
     cells = [
-        [code(r["policy"]), str(r["batch"]), f"{r['tokens_per_s']:.1f}"]
-        + [f"{r['speedup']:.2f} [{r['speedup_low']:.2f}, {r['speedup_high']:.2f}]", f"{r['ideal']:.2f}"]
-        + [f"{r['held_bytes'] / 2**20:,.0f}"]
+        [
+            code(r["policy"]),
+            str(r["batch"]),
+            f"{r['tokens_per_s']:.1f}",
+            f"{r['speedup']:.2f} [{r['speedup_low']:.2f}, {r['speedup_high']:.2f}]",
+            f"{r['ideal']:.2f}",
+            f"{r['held_bytes'] / 2**20:,.0f}",
+        ]
         for r in rows
     ]
     return table(headings, cells)
@@ -64,8 +75,14 @@ def decode(rows: list[Row]) -> str:
 def memory(rows: list[Row]) -> str:
     headings = ["policy", "dtype", "keep", "bytes held", "counted from outside", "over keep x full"]
     cells = [
-        [code(r["policy"]), r["dtype"], str(r["keep"]), f"{r['kept_bytes']:,}", f"{r['counted_bytes']:,}"]
-        + [f"{r['over_keep_times_full']:+.2%}"]
+        [
+            code(r["policy"]),
+            r["dtype"],
+            str(r["keep"]),
+            f"{r['kept_bytes']:,}",
+            f"{r['counted_bytes']:,}",
+            f"{r['over_keep_times_full']:+.2%}",
+        ]
         for r in rows
         if "kept_bytes" in r
     ]
@@ -95,8 +112,14 @@ def demo(rows: list[Row]) -> str:
         kl = "0" if r["kl_nats"] == 0 else f"{r['kl_nats']:.4f} ± {r['kl_error']:.4f}"
         number = "77013" in r["answer"]
         cells.append(
-            [code(r["policy"]), f"{r['kept_mean']:,.0f}{spread}", f"{r['kept_bytes'] / 2**20:.1f}", kl]
-            + [f"{r['tokens_per_s']:.1f}", "yes" if number else "no"]
+            [
+                code(r["policy"]),
+                f"{r['kept_mean']:,.0f}{spread}",
+                f"{r['kept_bytes'] / 2**20:.1f}",
+                kl,
+                f"{r['tokens_per_s']:.1f}",
+                "yes" if number else "no",
+            ]
         )
     return table(headings, cells)
 
