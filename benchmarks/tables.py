@@ -1,6 +1,7 @@
 """Write what the benchmarks found into the documents: every table between `<!-- name -->` and `<!-- /name -->`.
 
-The records are docs/benchmarks/*.json (`make bench`, `make needles`, and `kvest compare --json docs/benchmarks/demo.json`).
+The records are docs/benchmarks/*.json: of `make bench`, `make needles`, and of the demo by
+`kvest compare --json docs/benchmarks/demo.json`.
 """
 
 from __future__ import annotations
