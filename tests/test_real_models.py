@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ NUMBER = FACT.split(": ")[1].rstrip(".")
 KVEST = Policy.parse(f"{NAMED['kvest']}@0.25")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[PreTrainedModel, Any]:
     return load("smollm2")
@@ -45,7 +37,7 @@ def short(smollm2) -> Prompt:
 @pytest.fixture(scope="module")
 def demo(smollm2, short: Prompt) -> dict[str, Row]:
     model, tokenizer = smollm2
-    sentences = ("snapkv/top_k/none", "keydiff/top_k/none", NAMED["kvest"])
+    sentences = ("snapkv/top_k/none", "capkv/top_k/none", NAMED["kvest"])
     policies = [Policy.parse(f"{sentence}@{keep}") for keep in (0.5, 0.25) for sentence in sentences]
     return {row.policy: row for row in compare(model, tokenizer, short, policies, max_new_tokens=24)}
 
@@ -55,14 +47,15 @@ def test_the_full_cache_finds_the_fact(demo: dict[str, Row]):
     assert demo[FULL].kl_nats == 0
 
 
-def test_keydiff_and_kvest_find_at_half_what_was_hidden_when_they_evicted(demo: dict[str, Row]):
-    assert NUMBER in demo["keydiff/top_k/none@0.5"].answer
-    assert NUMBER in demo[f"{NAMED['kvest']}@0.5"].answer
+def test_leverage_finds_at_half_what_was_hidden_when_it_evicted(demo: dict[str, Row]):
+    """In speeches it does in 12 of 12 excerpts, and window attention in 2 (docs/retrieval.md)."""
+    assert NUMBER in demo["capkv/top_k/none@0.5"].answer
+    assert NUMBER not in demo["snapkv/top_k/none@0.25"].answer
 
 
-def test_kvest_is_closer_to_the_full_cache_than_keydiff(demo: dict[str, Row]):
+def test_kvest_is_closer_to_the_full_cache_than_leverage(demo: dict[str, Row]):
     for keep in (0.5, 0.25):
-        assert demo[f"{NAMED['kvest']}@{keep}"].kl_nats < 0.7 * demo[f"keydiff/top_k/none@{keep}"].kl_nats
+        assert demo[f"{NAMED['kvest']}@{keep}"].kl_nats < 0.7 * demo[f"capkv/top_k/none@{keep}"].kl_nats
 
 
 def test_bytes_follow_the_entries(demo: dict[str, Row]):
