@@ -21,7 +21,6 @@ class Footprint:
     entry_bytes: int
     fixed_bytes: int
     rows: int
-    heads: int
 
 
 @dataclass(frozen=True)

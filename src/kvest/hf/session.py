@@ -170,7 +170,6 @@ class Session:
                 entry_bytes=len(self.evictable) * heads * (wide + INDEX_BYTES + carried),
                 fixed_bytes=rows * heads * self.window_tokens * wide,
                 rows=rows,
-                heads=heads * len(self.evictable),
             )
             policy = self.policy
             protected = policy.sinks + policy.window
