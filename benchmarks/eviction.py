@@ -1,8 +1,8 @@
 """What an eviction after a long prompt costs: time as a share of the prefill's own, and memory beyond it.
 
-The prompt is a State of the Union speech. The prefill is timed with a stock cache; then every proposal evicts the same
-prompt to a quarter. The extra memory is what resident memory rises by while one eviction runs on top of the whole
-cache, less what the evicted cache itself holds.
+The prompt is a State of the Union speech. In every round the prefill is timed with a stock cache, then every proposal
+evicts the same prompt to a quarter; shares are medians over rounds. The extra memory is what resident memory rises by
+while one eviction runs on top of the whole cache, less what the evicted cache itself holds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,35 +54,44 @@ def prompt_ids(tokenizer, tokens: int) -> torch.Tensor:
 
 
 def timed(options: argparse.Namespace) -> list[dict]:
-    """Seconds of each eviction, as a share of the prefill's, which is timed before and after them."""
+    """Seconds of each eviction, and as a share of the prefill's, both measured anew in every round."""
     model, tokenizer = load()
     ids = prompt_ids(tokenizer, options.tokens)
+    policies = [Policy.parse(f"{sentence}@0.25") for sentence in sentences()]
+    prefill = Prefill(model, ids)
 
-    def read() -> float:
+    def seconds(function: Callable[[], object]) -> float:
         start = time.perf_counter()
-        model(ids, logits_to_keep=1, **{CACHE_ARGUMENT: DynamicCache(config=model.config)})
+        function()
         return time.perf_counter() - start
 
-    seconds = [read() for _ in range(2)]
-    prefill = Prefill(model, ids)
-    times: dict[str, list[float]] = {}
-    for sentence in sentences():
-        policy = Policy.parse(f"{sentence}@0.25")
-        for _ in range(options.repeats):
-            start = time.perf_counter()
-            prefill.evict(policy)
-            times.setdefault(str(policy), []).append(time.perf_counter() - start)
-    prefill_s = statistics.median([*seconds, *(read() for _ in range(2))])
-    print(f"prefill of {options.tokens} tokens: {prefill_s:.2f} s", flush=True)
-    rows = []
-    for policy, found in times.items():
-        shares = sorted(t / prefill_s for t in found)
-        rows.append(
-            {"policy": policy, "evict_s": statistics.median(found), "share_of_prefill": statistics.median(shares)}
-        )
+    def read() -> None:
+        model(ids, logits_to_keep=1, **{CACHE_ARGUMENT: DynamicCache(config=model.config)})
+
+    read()
+    rounds = []
+    for i in range(options.repeats):
+        before = seconds(read)
+        times = [seconds(lambda policy=policy: prefill.evict(policy)) for policy in policies]
+        rounds.append((before, times))
         print(
-            f"{rows[-1]['share_of_prefill']:>7.1%} of prefill [{shares[0]:.1%}, {shares[-1]:.1%}]  {policy}", flush=True
+            f"round {i + 1}: prefill of {options.tokens} tokens {before:.2f} s, evictions {sum(times):.1f} s",
+            flush=True,
         )
+    rows = []
+    for i, policy in enumerate(policies):
+        shares = sorted(times[i] / before for before, times in rounds)
+        rows.append(
+            {
+                "policy": str(policy),
+                "evict_s": statistics.median(times[i] for _, times in rounds),
+                "share_of_prefill": statistics.median(shares),
+                "share_low": shares[0],
+                "share_high": shares[-1],
+                "rounds": len(rounds),
+            }
+        )
+        print(f"{statistics.median(shares):>7.1%} of prefill [{shares[0]:.1%}, {shares[-1]:.1%}]  {policy}", flush=True)
     return rows
 
 
@@ -105,7 +115,7 @@ def main() -> None:
 
     There resident memory is what is alive, but every large block costs page faults: times would not be a user's.
     """
-    options = arguments(__doc__ or "", tokens=4096, repeats=3)
+    options = arguments(__doc__ or "", tokens=4096, repeats=5)
     if STAGE not in os.environ:
         rows = timed(options)
         handle, path = tempfile.mkstemp(suffix=".json")

@@ -63,6 +63,22 @@ def test_score_equals_its_twin(propose, twin, knobs, make, generator):
 
 
 @pytest.mark.parametrize("make", [first_round, second_round])
+@pytest.mark.parametrize(("propose", "twin", "knobs"), CASES[3:5] + CASES[8:16], ids=repr)
+def test_attention_scores_equal_their_twins_where_one_logit_towers_over_all_others(
+    propose, twin, knobs, make, generator
+):
+    """Hundreds of nats above the query's own entry and the first one, from which the exponentials are counted."""
+    observation = make(generator)
+    queries, keys = observation.queries.clone(), observation.keys.clone()
+    queries[..., 0], keys[..., 0] = 30.0, 0.0
+    keys[:, :, -9, 0], keys[:, :, -8, 0] = 100.0, 99.99
+    towering = replace(observation, queries=queries, keys=keys)
+    got = propose(towering)
+    want = reference.score(twin, towering, **knobs)
+    torch.testing.assert_close(got.score.double(), want, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [first_round, second_round])
 @pytest.mark.parametrize("share", [0.0, 0.29, 0.4, 1.0])
 def test_with_certain_takes_what_the_other_criterion_ranks_first(share, make, generator):
     """The score is the sampled proposal's; the certain ones are floor(share * budget), as far as there is room."""

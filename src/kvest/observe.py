@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvest.types import Observation
@@ -20,9 +20,10 @@ BLOCK_ELEMENTS = 1 << 19
 LEAST_ROWS = 64
 """Rows of a block at least, however long the context: a matrix product of fewer wastes the processor."""
 
-NEGLIGIBLE = 60.0
-"""Logits this far below a row's largest are raised to it: exp(-60) adds nothing to a float32 sum, while the denormal
-numbers that it avoids make the sums nine times slower on a CPU."""
+HEADROOM = 30.0
+"""The row's reference logit becomes exp(30): 117 nats below it, not 87, begin the denormal numbers, which a CPU adds up
+many times slower; 39 nats above it, sums are too large to be divided by."""
+LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -51,47 +52,100 @@ def blocks(
     `p_j(i) = softmax_i(scale q_j.k_i + log_weight_i)`. `slots` picks query slots (ascending; default: all of them).
     `causal=False` lets every query see the whole prompt. Memory: `elements` float32 numbers.
     """
-    b, h, g, q, d = observation.queries.shape
+    b, h, g, q, _ = observation.queries.shape
     t = observation.keys.shape[2]
     device = observation.keys.device
     contiguous = slots is None
     slots = torch.arange(q, device=device) if slots is None else slots
-    queries = observation.queries if contiguous else observation.queries[:, :, :, slots]
-    keys = observation.keys.float().contiguous().flatten(0, 1).transpose(1, 2)
-    bias = _bias(observation)
+    own = t - q + slots
+    keys = _keys(observation)
+    queries = _queries(observation, keys, own)
     size = max(BLOCK_ELEMENTS, LEAST_ROWS * t) if elements is None else elements
-    rows = max(1, min(len(slots), size // (b * h * g * t)))
+    rows = max(1, min(len(own), size // (b * h * g * t)))
     memory = torch.empty(b * h * g * rows * t, dtype=torch.float32, device=device)  # one block's, used again for each
-    for start in range(0, len(slots), rows):
-        chosen = slots[start : start + rows]
-        r = len(chosen)
+    triangle = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
+    for start in range(0, len(own), rows):
+        mine = own[start : start + rows]
+        r = len(mine)
         if not causal:
-            visible = t
+            visible, later = t, triangle[:r, :0]
         elif contiguous:
-            visible = t - q + start + r
+            visible, later = t - q + start + r, triangle[:r, :r]
         else:
-            visible = t - q + int(chosen[-1]) + 1
-        packed = queries[:, :, :, start : start + r].float().reshape(b * h, g * r, d) * observation.scale
-        logits = memory[: b * h * g * r * visible].view(b * h, g * r, visible)
-        torch.bmm(packed, keys[..., :visible], out=logits)
-        logits = logits.view(b, h, g, r, visible)
-        if bias is not None:
-            logits += bias[:, :, None, None, :visible]
-        first = t - q + (start if contiguous else int(chosen[0])) if causal and r > 1 else visible
-        later = torch.arange(first, visible, device=device) > (t - q + chosen)[:, None]  # none is, before first
-        logits[..., first:].masked_fill_(later, -torch.inf)
-        logits.sub_(logits.amax(dim=-1, keepdim=True)).clamp_min_(-NEGLIGIBLE).exp_()
-        logits[..., first:].masked_fill_(later, 0.0)
-        yield Block(chosen, logits, logits.sum(dim=-1))
+            visible = int(mine[-1]) + 1
+            later = torch.arange(int(mine[0]), visible, device=device) > mine[:, None]
+        mass = memory[: b * h * g * r * visible].view(b * h, g, r, visible)
+        total = _exponentials(queries[:, :, start : start + r], keys[..., :visible], later, mass)
+        yield Block(slots[start : start + rows], mass.view(b, h, g, r, visible), total.view(b, h, g, r))
 
 
-def _bias(observation: Observation) -> Float[Tensor, "b h t"] | None:
-    """Log weights, and a very negative number on missing slots (finite: a missing query may see nothing else)."""
-    complete = bool((observation.lengths == observation.keys.shape[2]).all())
-    exact = not bool(observation.log_weights.any())
-    if complete and exact:
-        return None
-    return observation.log_weights.masked_fill(~observation.valid, torch.finfo(torch.float32).min)
+def _keys(observation: Observation) -> Float[Tensor, "n c t"]:
+    """Scaled keys, a row of ones and a row of log weights, `c = d + 2`
+
+    A query beside (-shift, 1) gets its shifted and weighted logits in one matrix product. Missing slots have a very
+    negative log weight (finite: a missing query may see nothing else).
+    """
+    b, h, t, d = observation.keys.shape
+    out = torch.ones(b * h, d + 2, t, dtype=torch.float32, device=observation.keys.device)
+    out[:, :d] = observation.keys.flatten(0, 1).transpose(1, 2)
+    out[:, :d] *= observation.scale
+    absent = torch.finfo(torch.float32).min / 2
+    out[:, d + 1] = observation.log_weights.masked_fill(~observation.valid, absent).flatten(0, 1)
+    return out
+
+
+def _queries(observation: Observation, keys: Float[Tensor, "n c t"], own: Int[Tensor, "r"]) -> Float[Tensor, "n g r c"]:
+    """Queries of these slots, beside (-shift, 1)
+
+    The reference is the larger of two logits that the row has: of its own entry, and of the first, often an attention
+    sink. The row's largest is no less, and hardly ever much more: it need not be looked for.
+    """
+    b, h, g, q, d = observation.queries.shape
+    t = keys.shape[2]
+    whole = len(own) == q
+    out = torch.empty(b * h, g, len(own), d + 2, dtype=torch.float32, device=keys.device)
+    out[..., :d] = (observation.queries if whole else observation.queries[:, :, :, own - (t - q)]).flatten(0, 1)
+    out[..., d], out[..., d + 1] = 0.0, 1.0
+    heads = torch.arange(b * h, device=keys.device)
+    first = keys[heads, :, (t - observation.lengths).clamp(max=t - 1).flatten()]
+    mine = keys[:, :, t - q :] if whole else keys[:, :, own]
+    reference = torch.maximum(
+        (out * mine.transpose(1, 2)[:, None]).sum(dim=-1), (out @ first[:, None, :, None])[..., 0]
+    )
+    out[..., d] = HEADROOM - reference
+    return out
+
+
+def _exponentials(
+    queries: Float[Tensor, "n g r c"],
+    keys: Float[Tensor, "n c v"],
+    later: Bool[Tensor, "r w"],
+    out: Float[Tensor, "n g r v"],
+) -> Float[Tensor, "n g r"]:
+    """`exp(logit - shift)` into `out`, 0 where one of the last `w` entries is later than the query; returns the sums.
+
+    Where a sum comes out too large, the reference is the row's largest logit after all.
+    """
+    n, g, r, v = out.shape
+    packed = queries.reshape(n, g * r, -1)
+    diagonal = out[..., v - later.shape[1] :]
+
+    def product() -> None:
+        torch.bmm(packed, keys, out=out.view(n, g * r, v))
+
+    def exponentials() -> Float[Tensor, "n g r"]:
+        out.exp_()
+        diagonal.masked_fill_(later, 0.0)
+        return out.sum(dim=-1).clamp_min_(1.0)  # only a missing query sees nothing
+
+    product()
+    total = exponentials()
+    if not float(total.amax()) < LARGEST:
+        product()
+        diagonal.masked_fill_(later, -torch.inf)
+        out.sub_(out.amax(dim=-1, keepdim=True) - HEADROOM)
+        total = exponentials()
+    return total
 
 
 def by_head(
@@ -127,15 +181,15 @@ def _attended(
     observation: Observation, weights: Float[Tensor, "b r"], slots: Int[Tensor, "r"] | None, *, causal: bool
 ) -> Float[Tensor, "b h t"]:
     b, h, g, _, _ = observation.queries.shape
-    total = observation.keys.new_zeros((b * h, 1, observation.keys.shape[2]), dtype=torch.float32)
+    score = observation.keys.new_zeros((b * h, 1, observation.keys.shape[2]), dtype=torch.float32)
+    weights = weights[:, None, None].float() / g
     start = 0
     for block in blocks(observation, slots, causal=causal):
         r, visible = block.mass.shape[-2:]
-        weight = (weights[:, None, None, start : start + r].float() / (g * block.total)).view(b * h, 1, g * r)
-        part = total[..., :visible]
-        torch.baddbmm(part, weight, block.mass.view(b * h, g * r, visible), out=part)
+        weight = (weights[..., start : start + r] / block.total).view(b * h, 1, g * r)
+        score[..., :visible] += weight @ block.mass.view(b * h, g * r, visible)
         start += r
-    return total.view(b, h, -1) * observation.valid
+    return score.view(b, h, -1) * observation.valid
 
 
 def query_weights(observation: Observation) -> Float[Tensor, "b q"]:
