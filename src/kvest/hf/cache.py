@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvest.hf import attention, compat
+from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
 from kvest.hf.report import Report, make_report
 from kvest.hf.session import Session
@@ -71,6 +74,22 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """Tokens seen, padding included, as position ids and attention masks count; `report().kept` is what is held."""
         return int(super().get_seq_length(layer_idx))
 
+    @contextmanager
+    def branch(self) -> Iterator[EvictionCache]:
+        """`with cache.branch(): ...` returns the cache to where it was, also after an error; branches may be nested.
+
+        What the cache holds is not copied: going back costs as much as what was appended in between. (The first branch
+        may move the entries of a cache once, to make room behind them.) Logits of later tokens agree with those of a
+        cache that was never branched up to rounding, the entries exactly.
+        """
+        mark = Mark(self)
+        self.session.marks.append(mark)
+        try:
+            yield self
+        finally:
+            self.session.marks.remove(mark)
+            mark.back(self)
+
     def reset(self) -> None:
         """Empty the cache for another prompt."""
         self.session.reset()
@@ -84,6 +103,8 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
         if tokens_to_remove < 0:
+            if self.session.marks:
+                self.session.marks[-1].check_crop(self, -tokens_to_remove)
             for index, layer in enumerate(self.layers):
                 window = getattr(layer, "sliding_window", None)
                 if not isinstance(layer, EvictionLayer) and (window is None or layer.get_seq_length() >= window):

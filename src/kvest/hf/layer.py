@@ -132,13 +132,26 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             return
         self.columns -= count
         if self.store is not None:
-            self.store.crop(count)
+            self.store.cut([n - count for n in self.store.lengths])
         else:
             self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
         if self.queries:
             self.queries = [torch.cat(self.queries, dim=2)[:, :, :-count]]
 
     # -- what kvest does
+
+    def mark(self) -> dict[str, Any]:
+        """What `back` needs to return here. Nothing is copied: entries that are held are never written to again."""
+        names = ("keys", "values", "is_initialized", "columns", "store")
+        lengths = None if self.store is None else list(self.store.lengths)
+        return {**{name: getattr(self, name) for name in names}, "queries": list(self.queries), "lengths": lengths}
+
+    def back(self, mark: dict[str, Any]) -> None:
+        """Return to where `mark` was made."""
+        lengths = mark.pop("lengths")
+        self.__dict__.update(mark, observed=None)
+        if self.store is not None:
+            self.store.cut(lengths)
 
     def attend(
         self, queries: Float[Tensor, "b hg q d"], scale: float, exact: Callable[[], tuple[Tensor, Tensor | None]]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
 from kvest.hf.session import Session
 from kvest.retain import Run, Store
@@ -152,5 +153,5 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, list | tuple):
         for value in x:
             yield from _tensors(value)
-    elif isinstance(x, Store | Run):
+    elif isinstance(x, Store | Run | Mark):
         yield from _tensors(vars(x))

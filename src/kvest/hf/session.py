@@ -28,6 +28,13 @@ HISTORY_BYTES = 4
 """Bytes of the attention that an entry collected so far, float32, where a later round needs it."""
 
 
+STATE = (
+    *("columns", "seen", "held", "rounds", "evicted", "padded"),
+    *("exists", "tail", "watched", "watched_columns", "prompt_tokens"),
+)
+"""What of a session changes with every pass."""
+
+
 @runtime_checkable
 class Evictable(Protocol):
     """A layer, as the session sees it."""
@@ -78,6 +85,7 @@ class Session:
         self.model, self.policy, self.seed, self.config = weakref.ref(model), policy, seed, config
         self.evictable, self.rotation = evictable, rotation
         self.window_tokens = window_tokens  # summed over bounded layers: what they hold at most
+        self.marks: list[Any] = []  # of branches that are open: what they keep alive is held by this cache
         self.reset()
 
     def reset(self) -> None:
@@ -96,12 +104,23 @@ class Session:
         self.pending: list[Evictable] = []  # layers of this pass that wait for the others to compete with
         self.prompt_tokens = 0
 
+    def state(self) -> dict[str, Any]:
+        """Everything between two passes. Raises RuntimeError where a pass did not finish."""
+        if self.step is not None:
+            raise RuntimeError("the last pass over this cache did not finish: call cache.reset(), or make a new one")
+        return {name: copy.copy(getattr(self, name)) for name in STATE}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Return to a `state`; a pass that did not finish is forgotten."""
+        vars(self).update(state, step=None, waiting=None, pending=[])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """A session of its own for a copied cache; model, policy and config stay shared."""
         new = copy.copy(self)
         memo[id(self)] = new
+        new.marks = []
         for name, value in vars(self).items():
-            if name not in ("model", "policy", "config", "evictable", "rotation"):
+            if name not in ("marks", "model", "policy", "config", "evictable", "rotation"):
                 setattr(new, name, copy.deepcopy(value, memo))
         return new
 
