@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvest.hf import attention, compat
+from kvest.hf import attention, compat, storage
 from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
 from kvest.hf.report import Report, make_report
@@ -73,6 +74,31 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included, as position ids and attention masks count; `report().kept` is what is held."""
         return int(super().get_seq_length(layer_idx))
+
+    def save(self, path: str | os.PathLike[str], **notes: Any) -> None:
+        """Write everything that is held to a file, atomically, with `notes` (plain values) in its header.
+
+        The file is safetensors; its header names policy, seed, tokens seen, versions, and a fingerprint of the model.
+        Decoding after `EvictionCache.load` is decoding without, bit for bit.
+
+        Raises RuntimeError after a pass that failed, ValueError for notes that are not plain, OSError where the file
+        cannot be written.
+        """
+        model = self.session.model()
+        if model is None:
+            raise RuntimeError(
+                "this cache's model is gone, and its fingerprint with it: save before you drop the model"
+            )
+        storage.save(self, model, path, notes)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> EvictionCache:
+        """The cache that was saved, on the devices of `model`.
+
+        Raises CacheFileError (a ValueError) for a file that is missing, cut off, foreign or changed, for another model,
+        and for the same one in another dtype.
+        """
+        return storage.load(path, model)
 
     @contextmanager
     def branch(self) -> Iterator[EvictionCache]:

@@ -153,6 +153,34 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         if self.store is not None:
             self.store.cut(lengths)
 
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(plain values, tensors) from which `load` makes an equal layer."""
+        if not self.is_initialized:
+            return {}, {}
+        tensors = {} if not self.queries else {"queries": torch.cat(self.queries, dim=2)}
+        values = {"columns": self.columns, "token_bytes": self.token_bytes}
+        if self.store is None:
+            return values, {**tensors, "keys": self.keys, "values": self.values}
+        held = self.store.retained()
+        names = ("keys", "values", "log_weights", "positions", "history")
+        tensors |= {name: x for name in names if (x := getattr(held, name)) is not None}
+        return {**values, "counts": held.counts, "capacities": self.store.capacities}, tensors
+
+    def load(self, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Become the layer that `saved` described."""
+        self.reset()
+        if not values:
+            return
+        self.columns, self.token_bytes = values["columns"], values["token_bytes"]
+        self.device, self.dtype, self.is_initialized = tensors["keys"].device, tensors["keys"].dtype, True
+        self.queries = [tensors.pop("queries")] if "queries" in tensors else []
+        if "counts" not in values:
+            self.keys, self.values = tensors["keys"], tensors["values"]
+            return
+        self.store = Store(Retained(**tensors, counts=tuple(tuple(row) for row in values["counts"])))
+        if self.store.capacities != values["capacities"]:
+            self.store.make_room(values["capacities"])
+
     def attend(
         self, queries: Float[Tensor, "b hg q d"], scale: float, exact: Callable[[], tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor, Tensor | None]:
