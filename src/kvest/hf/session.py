@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from kvest.budget import Footprint
+from kvest.hf.parallel import Share
 from kvest.policy import Policy
 from kvest.random import Stream
 from kvest.types import Observation, Proposal, Retained, Rotation
@@ -74,9 +75,10 @@ class Session:
         evictable: list[int],
         rotation: Rotation | None,
         window_tokens: int,
+        share: Share,
     ) -> None:
         self.model, self.policy, self.seed, self.config = weakref.ref(model), policy, seed, config
-        self.evictable, self.rotation = evictable, rotation
+        self.evictable, self.rotation, self.share = evictable, rotation, share
         self.window_tokens = window_tokens  # summed over bounded layers: what they hold at most
         self.reset()
 
@@ -164,6 +166,8 @@ class Session:
             )
         if not step.due:
             rows, heads, _, width = keys.shape
+            self.share.check(heads)
+            heads *= self.share.size  # a budget of bytes is for the whole cache
             wide = (width + values.shape[-1]) * keys.element_size()
             carried = HISTORY_BYTES if self.remembers and self.policy.propose.carries else 0
             footprint = Footprint(
