@@ -94,10 +94,9 @@ def main(folder: Path) -> None:
 
     torch.set_num_threads(1)
     seen: dict[str, Any] = {}
-    for name in ("llama", "olmo2"):
-        model = load(name)
-        seen[name] = {policy: padded_batch(model, policy) for policy in (*ONCE, *STANDING)}
     model = load("llama")
+    seen["llama"] = {policy: padded_batch(model, policy) for policy in (*ONCE, *STANDING)}
+    seen["olmo2"] = {STANDING[0]: padded_batch(load("olmo2"), STANDING[0])}
     seen["bytes"] = {"llama": one_prompt(model, IN_BYTES), "gemma3": one_prompt(load("gemma3"), IN_BYTES)}
     seen["generated"] = generated(model, ONCE[1])
     seen["three heads"] = refusal(lambda: kvest.EvictionCache(load("three"), ONCE[0]))
