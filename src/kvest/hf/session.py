@@ -200,7 +200,8 @@ class Session:
         if all(step.due) or not self.remembers:
             step.left, step.left_columns = None, 0
         elif any(step.due):
-            waits = ~torch.tensor(step.due, device=device)[:, None]
+            where = device if step.watched is None else step.watched.device
+            waits = ~torch.tensor(step.due, device=where)[:, None]
             left = waits.expand(-1, columns) if step.watched is None else step.watched & waits
             used = left.any(dim=0)
             step.left_columns = columns - int(used.long().argmax()) if bool(used.any()) else 0
@@ -301,4 +302,4 @@ def _join(before: Bool[Tensor, "b m"] | None, columns: int, step: Step) -> Bool[
     if before is None:
         before = torch.ones(rows, columns, dtype=torch.bool, device=device)
     now = step.exists if step.exists is not None else torch.ones(rows, step.tokens, dtype=torch.bool, device=device)
-    return torch.cat([before, now], dim=1)
+    return torch.cat([before, now.to(device)], dim=1)
