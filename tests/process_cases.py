@@ -84,6 +84,18 @@ def refusal(make: Any) -> str:
     return "no error"
 
 
+def by_torch(model: PreTrainedModel) -> PreTrainedModel:
+    """Split by torch's own means, of which transformers knows nothing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    attention = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan = {**attention, "self_attn.o_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, init_device_mesh("cpu", (2,)), plan)
+    return model
+
+
 def main(folder: Path) -> None:
     import torch.distributed as dist
     from transformers.distributed import DistributedConfig
@@ -97,6 +109,8 @@ def main(folder: Path) -> None:
     model = load("llama")
     seen["llama"] = {policy: padded_batch(model, policy) for policy in (*ONCE, *STANDING)}
     seen["olmo2"] = {STANDING[0]: padded_batch(load("olmo2"), STANDING[0])}
+    plain = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
+    seen["by torch"] = {ONCE[1]: padded_batch(by_torch(plain), ONCE[1])}
     seen["bytes"] = {"llama": one_prompt(model, IN_BYTES), "gemma3": one_prompt(load("gemma3"), IN_BYTES)}
     seen["generated"] = generated(model, ONCE[1])
     seen["three heads"] = refusal(lambda: kvest.EvictionCache(load("three"), ONCE[0]))

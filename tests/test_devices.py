@@ -62,7 +62,7 @@ def test_keeping_everything_is_the_stock_cache_bit_for_bit(offload, tiny_model, 
     assert torch.equal(run(model, kvest.EvictionCache(model, "uniform/systematic/inclusion@1.0"), again()), want)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, STANDING])
+@pytest.mark.parametrize("policy", [POLICIES[0], "capkv+one_threshold/with_replacement/counts@0.3", STANDING])
 @offloaded
 def test_where_weights_wait_changes_nothing(offload, policy, tiny_model, tmp_path):
     """The same entries, weights and logits, to the bit, as with all weights in memory."""

@@ -13,11 +13,13 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 import process_cases as cases
 from hf_tools import hybrid, same_entries, sharpen
+from kvest.hf.parallel import Share
 
 TIMEOUT_S = 180
 """Many times what it takes: two processes that wait for each other must not stop a test run."""
 
 CASES = [*(("llama", policy) for policy in (*cases.ONCE, *cases.STANDING)), ("olmo2", cases.STANDING[0])]
+CASES += [("by torch", cases.ONCE[1])]
 
 
 def olmo2():
@@ -87,7 +89,7 @@ def agree(mine, theirs):
 @torch.no_grad()
 def test_two_processes_keep_and_compute_what_one_does(name, policy, models, ranks):
     """In a padded batch, over a question and single tokens, and in later rounds."""
-    alone = cases.padded_batch(models[name], policy)
+    alone = cases.padded_batch(models["llama" if name == "by torch" else name], policy)
     assert max(alone["reports"][-1].evictions) > (policy in cases.STANDING)
     for seen in ranks:
         agree(seen[name][policy], alone)
@@ -133,6 +135,13 @@ def test_heads_that_would_be_cut_are_refused(ranks):
     for seen in ranks:
         assert seen["three heads"].startswith("UnsupportedModel: kvest cannot evict the cache of LlamaForCausalLM")
         assert "3 KV heads cannot be split over 2 processes" in seen["three heads"]
+
+
+def test_heads_that_nobody_can_name_are_refused():
+    """Where a model is split in a way that does not show on its weights, its keys have too few heads."""
+    Share(heads=4).check(4)
+    with pytest.raises(RuntimeError, match=r"2 KV heads in this process, not 4 of 4.*does not know which"):
+        Share(heads=4).check(2)
 
 
 def test_layers_split_over_processes_are_refused(ranks):

@@ -19,8 +19,8 @@ KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 @dataclass(frozen=True)
 class Share:
-    """This process's share of the KV heads: part `rank` of `size`, of the `heads` that a layer has in all (0: unknown,
-    and not split).
+    """This process's share of the KV heads: part `rank` of `size`, of the `heads` that a layer has in all (0: no layer
+    is split, and the number does not matter).
 
     A copied cache belongs to the same group: copies share it.
     """
@@ -58,7 +58,7 @@ class Share:
 
     def check(self, heads: int) -> None:
         """Raise where a layer's keys do not have the heads of this share."""
-        if self.size > 1 and heads * self.size != self.heads:
+        if self.heads and heads * self.size != self.heads:
             raise RuntimeError(
                 f"a layer has {heads} KV heads in this process, not {self.heads // self.size} of {self.heads} for each "
                 f"of {self.size} processes: kvest does not know which they are. Load the model with transformers' own "
@@ -77,11 +77,12 @@ def share(model: PreTrainedModel) -> Share:
             "its layers are split over processes (pipeline parallelism), and no process sees a whole pass",
             "Split its heads instead (tp_plan='auto')",
         )
-    mesh = _mesh(model)
-    if mesh is None or mesh.size() == 1:
-        return Share()
     config = compat.text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    mesh, whole = _mesh(model)
+    if mesh is None or whole:
+        split = mesh is not None or (getattr(model, "_tp_size", None) or 1) > 1
+        return Share(heads=heads if split else 0)
     if heads % mesh.size():
         raise compat.UnsupportedModel(
             model,
@@ -91,23 +92,20 @@ def share(model: PreTrainedModel) -> Share:
     return Share(mesh.get_local_rank(), mesh.size(), heads, mesh.get_group())
 
 
-def _mesh(model: PreTrainedModel) -> Any:
-    """The processes that hold different heads; None where each has all of them."""
+def _mesh(model: PreTrainedModel) -> tuple[Any, bool]:
+    """(the processes that share the key projections, whether each of them gets all their outputs)."""
     plan = getattr(model, "tp_plan", None) or {}
     gathered = {name.split(".")[-1] for name, style in plan.items() if style not in ("colwise", "packed_colwise")}
     for name, module in model.named_modules():
         kind = name.split(".")[-1]
         placements = getattr(getattr(module, "weight", None), "placements", None)
-        if kind not in KEY_PROJECTIONS or kind in gathered or placements is None:
+        if kind not in KEY_PROJECTIONS or placements is None:
             continue
-        mesh = module.weight.device_mesh
-        if mesh.ndim > 1:
-            if "tp" not in (mesh.mesh_dim_names or ()):
-                continue  # sharded to save memory only: a forward pass sees whole weights
-            mesh = mesh["tp"]
-            placements = placements[-1:]
-        elif (mesh.mesh_dim_names or ("tp",)) != ("tp",):
-            continue
-        if placements[0].is_shard():
-            return mesh
-    return None
+        mesh, placement = module.weight.device_mesh, placements[-1]
+        names = mesh.mesh_dim_names or ("tp",)
+        if "tp" not in names or not placement.is_shard():
+            continue  # sharded to save memory only: a forward pass sees whole weights
+        mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+        if mesh.size() > 1:
+            return mesh, kind in gathered
+    return None, False
