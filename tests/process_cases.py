@@ -15,7 +15,7 @@ import torch
 
 CHECKED = jaxtyping.install_import_hook("kvest", "beartype.beartype") if __name__ == "__main__" else None
 
-from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel  # noqa: E402
 
 import kvest  # noqa: E402
 from hf_tools import POLICIES, feed, tokens  # noqa: E402
@@ -66,6 +66,13 @@ def one_prompt(model: PreTrainedModel, policy: str) -> dict[str, Any]:
     return {"reports": reports, "logits": logits, "copied": same}
 
 
+def whole(model: PreTrainedModel) -> bool:
+    """Whether keeping everything is the stock cache, bit for bit."""
+    ids, mask, _ = prompts()
+    cache = kvest.EvictionCache(model, "uniform/systematic/inclusion@1.0")
+    return torch.equal(feed(model, cache, ids, mask), feed(model, DynamicCache(config=model.config), ids, mask))
+
+
 def generated(model: PreTrainedModel, policy: str) -> list[int]:
     ids, _, _ = prompts()
     cache = kvest.EvictionCache(model, policy, seed=5)
@@ -112,6 +119,7 @@ def main(folder: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
     seen["by torch"] = {ONCE[1]: padded_batch(by_torch(plain), ONCE[1])}
     seen["bytes"] = {"llama": one_prompt(model, IN_BYTES), "gemma3": one_prompt(load("gemma3"), IN_BYTES)}
+    seen["whole"] = whole(model)
     seen["generated"] = generated(model, ONCE[1])
     seen["three heads"] = refusal(lambda: kvest.EvictionCache(load("three"), ONCE[0]))
     seen["layers"] = refusal(lambda: kvest.EvictionCache(load("llama", pp_size=2), ONCE[0]))

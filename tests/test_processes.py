@@ -127,6 +127,10 @@ def test_generate_gives_the_tokens_of_one_process(models, ranks):
     assert [seen["generated"] for seen in ranks] == [want, want]
 
 
+def test_keeping_everything_is_the_stock_cache_of_each_process(ranks):
+    assert all(seen["whole"] for seen in ranks)
+
+
 def test_a_copied_cache_belongs_to_the_same_processes(ranks):
     assert all(seen["bytes"]["llama"]["copied"] for seen in ranks)
 
