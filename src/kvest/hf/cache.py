@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvest.hf import attention, compat, storage
+from kvest.hf import attention, compat, parallel, storage
 from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
-from kvest.hf.report import Report, make_report
+from kvest.hf.report import Report, make_report, merge
 from kvest.hf.session import Session
 from kvest.policy import Policy
 
@@ -43,7 +43,8 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
             )
         windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
         config = compat.text_config(model)
-        self.session = Session(model, policy, int(seed), config, evictable, rotation, windows)
+        share = parallel.share(model)
+        self.session = Session(model, policy, int(seed), config, evictable, rotation, windows, share)
         for index in evictable:
             layers[index] = EvictionLayer(index, self.session)
         super().__init__(layers=layers)
@@ -54,9 +55,14 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """What is kept, and when."""
         return self.session.policy
 
-    def report(self) -> Report:
-        """What is held now: entries, positions and weights of every head, bytes. Prints as a small table."""
-        return make_report(self.layers, self.session)
+    def report(self, all_processes: bool = False) -> Report:
+        """What is held now: entries, positions and weights of every head, bytes. Prints as a small table.
+
+        Where heads are split over processes: of this one, or of all of them together, if all of them ask.
+        """
+        report = make_report(self.layers, self.session)
+        share = self.session.share
+        return merge(share.gather_values(report)) if all_processes and share.size > 1 else report
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -81,13 +87,18 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         The file is safetensors; its header names policy, seed, tokens seen, versions, and a fingerprint of the model.
         Decoding after `EvictionCache.load` is decoding without, bit for bit.
 
-        Raises RuntimeError after a pass that failed, ValueError for notes that are not plain, OSError where the file
-        cannot be written.
+        Raises RuntimeError after a pass that failed, ValueError for notes that are not plain or a cache whose heads are
+        split over processes, OSError where the file cannot be written.
         """
         model = self.session.model()
         if model is None:
             raise RuntimeError(
                 "this cache's model is gone, and its fingerprint with it: save before you drop the model"
+            )
+        if self.session.share.size > 1:
+            raise ValueError(
+                "this cache's heads are split over processes, and one file would hold those of one process only: read the "
+                "document in one process to save it"
             )
         storage.save(self, model, path, notes)
 

@@ -156,9 +156,11 @@ def rotation(model: PreTrainedModel) -> Rotation | None:
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         kwargs = {"layer_type": "full_attention"} if layered else {}
         cos, sin = embedding(like, positions[None], **kwargs)
-        return cos[0], sin[0]
+        return cos[0].to(positions.device), sin[0].to(positions.device)
 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if rotate(torch.zeros(1, dtype=torch.int64, device=model.device))[0].shape[-1] != width:
+    # Where weights are offloaded, the model's own device is meta.
+    device = next((buffer.device for buffer in embedding.buffers() if not buffer.is_meta), torch.device("cpu"))
+    if rotate(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[-1] != width:
         return None  # a partial rotation
     return rotate

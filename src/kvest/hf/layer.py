@@ -91,6 +91,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
                 "between cache and attention that kvest does not know. Use the stock cache for it"
             )
         step = session.plan(key_states, value_states)
+        exists = None if step.exists is None else step.exists.to(key_states.device)
         session.waiting = self.index
         self.columns += key_states.shape[2]
         if self.store is None:
@@ -99,7 +100,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             self.values = torch.cat([self.values, value_states], dim=2) if grown else own(value_states)
             keys, values = self.keys.view_as(self.keys), self.values
         else:
-            self.store.append(key_states, value_states, session.positions(key_states.device), step.exists)
+            self.store.append(key_states, value_states, session.positions(key_states.device), exists)
             keys, values = key_states.view_as(key_states), value_states
         setattr(keys, ATTRIBUTE, self)
         return keys, values
@@ -190,7 +191,8 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         if self.store is None:
             output = exact()
         else:
-            output = attend(queries, self.store, scale, step.exists).transpose(1, 2).contiguous(), None
+            exists = None if step.exists is None else step.exists.to(queries.device)
+            output = attend(queries, self.store, scale, exists).transpose(1, 2).contiguous(), None
         session.waiting = None
         self.scale = scale
         with torch.no_grad():
@@ -236,7 +238,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     def stream(self) -> Stream:
         """The layer's random numbers of this round."""
-        return Stream(self.session.seed, self.index, tuple(self.session.rounds))
+        return Stream(self.session.seed, self.index, tuple(self.session.rounds), self.session.share.first_head)
 
     def settle(self, retained: Retained) -> None:
         """Hold what was kept, and nothing else."""

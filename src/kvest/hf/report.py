@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,23 @@ def make_report(layers: list[Any], session: Session) -> Report:
         log_weights=[weights for _, weights in each],
         evictions=list(session.rounds),
         evicted_layers=list(session.evictable),
+    )
+
+
+def merge(parts: list[Report]) -> Report:
+    """One report of all processes that the heads are split over, in the order of their heads."""
+
+    def join(name: str) -> list[list[list[Tensor]]]:
+        layers = zip(*(getattr(part, name) for part in parts), strict=True)
+        return [[[head for part in row for head in part] for row in zip(*layer, strict=True)] for layer in layers]
+
+    return replace(
+        parts[0],
+        kept=torch.cat([part.kept for part in parts], dim=2),
+        kept_bytes=sum(part.kept_bytes for part in parts),
+        full_bytes=sum(part.full_bytes for part in parts),
+        positions=join("positions"),
+        log_weights=join("log_weights"),
     )
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from kvest.budget import Footprint
+from kvest.hf.parallel import Share
 from kvest.policy import Policy
 from kvest.random import Stream
 from kvest.types import Observation, Proposal, Retained, Rotation
@@ -81,9 +82,10 @@ class Session:
         evictable: list[int],
         rotation: Rotation | None,
         window_tokens: int,
+        share: Share,
     ) -> None:
         self.model, self.policy, self.seed, self.config = weakref.ref(model), policy, seed, config
-        self.evictable, self.rotation = evictable, rotation
+        self.evictable, self.rotation, self.share = evictable, rotation, share
         self.window_tokens = window_tokens  # summed over bounded layers: what they hold at most
         self.marks: list[Any] = []  # of branches that are open: what they keep alive is held by this cache
         self.reset()
@@ -183,6 +185,8 @@ class Session:
             )
         if not step.due:
             rows, heads, _, width = keys.shape
+            self.share.check(heads)
+            heads *= self.share.size  # a budget of bytes is for the whole cache
             wide = (width + values.shape[-1]) * keys.element_size()
             carried = HISTORY_BYTES if self.remembers and self.policy.propose.carries else 0
             footprint = Footprint(
@@ -215,7 +219,8 @@ class Session:
         if all(step.due) or not self.remembers:
             step.left, step.left_columns = None, 0
         elif any(step.due):
-            waits = ~torch.tensor(step.due, device=device)[:, None]
+            where = device if step.watched is None else step.watched.device
+            waits = ~torch.tensor(step.due, device=where)[:, None]
             left = waits.expand(-1, columns) if step.watched is None else step.watched & waits
             used = left.any(dim=0)
             step.left_columns = columns - int(used.long().argmax()) if bool(used.any()) else 0
@@ -316,4 +321,4 @@ def _join(before: Bool[Tensor, "b m"] | None, columns: int, step: Step) -> Bool[
     if before is None:
         before = torch.ones(rows, columns, dtype=torch.bool, device=device)
     now = step.exists if step.exists is not None else torch.ones(rows, step.tokens, dtype=torch.bool, device=device)
-    return torch.cat([before, now], dim=1)
+    return torch.cat([before, now.to(device)], dim=1)
