@@ -54,6 +54,7 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """What is held now: entries, positions and weights of every head, bytes. Prints as a small table."""
         return make_report(self.layers, self.session)
 
+    @compat.between_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

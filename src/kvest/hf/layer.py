@@ -75,6 +75,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.24
 
+    @compat.between_graphs  # which would take the length for any number
     def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
         length = MaskLength(self.columns + compat.query_length(queries))
         length.session, length.columns = self.session, self.columns
