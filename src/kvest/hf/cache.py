@@ -95,6 +95,20 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
             self.session.crop(-tokens_to_remove)
             super().crop(tokens_to_remove)
 
+    def activate_past_recording(self) -> None:
+        """Assisted decoding calls this before its first draft, which it will take back with `crop`.
+
+        Raises ValueError where an eviction could come between, or a bounded layer let go of what it would need.
+        """
+        self.session.expect_drafts()
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, EvictionLayer):
+                raise ValueError(
+                    f"assisted decoding takes drafts back, and layer {index} ({type(layer).__name__}) lets go of what "
+                    "came before them. Leave out assistant_model and prompt_lookup_num_tokens"
+                )
+        super().activate_past_recording()
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
         self.session.select(beam_idx.tolist())

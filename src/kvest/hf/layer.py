@@ -41,7 +41,6 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False
 
     def __init__(self, index: int, session: Session) -> None:
         super().__init__()
@@ -59,6 +58,10 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         self.observed: tuple[Observation, Proposal] | None = None
 
     # -- what transformers asks of a layer
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.session.policy.every is None and not self.session.evicted
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
