@@ -199,17 +199,3 @@ def test_an_error_in_a_pass_leaves_the_model_usable(tiny_model, generator):
     with pytest.raises(ValueError, match="covers"):
         model(tokens(generator, 5), attention_mask=torch.ones(1, 3), past_key_values=kvest.EvictionCache(model, POLICY))
     assert torch.equal(feed(model, None, tokens(torch.Generator().manual_seed(1), 37)), want)
-
-
-def test_assisted_decoding_is_refused(tiny_model, generator):
-    """Drafts that are taken back could already have cost the prompt its entries."""
-    model, prompt = tiny_model(), tokens(generator, 97)
-    mask = torch.ones_like(prompt)
-    with pytest.raises(ValueError, match="cache that can be cropped"):
-        model.generate(
-            prompt,
-            attention_mask=mask,
-            past_key_values=kvest.EvictionCache(model, POLICY),
-            max_new_tokens=5,
-            prompt_lookup_num_tokens=3,
-        )

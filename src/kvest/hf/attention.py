@@ -7,6 +7,7 @@ the user had chosen computes attention, bit for bit.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,8 +37,18 @@ def attention(
         return out
 
     layer: EvictionLayer | None = getattr(key, ATTRIBUTE, None)
-    if layer is None:
-        return exact()
+    return exact() if layer is None else _over_held(layer, module, query, exact, kwargs)
+
+
+@compat.between_graphs
+def _over_held(
+    layer: EvictionLayer,
+    module: nn.Module,
+    query: Tensor,
+    exact: Callable[[], tuple[Tensor, Tensor | None]],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over what `layer` holds; then it is evicted, if that is due."""
     _own(layer, module)
     for name in _REFUSED:
         if kwargs.get(name) is not None:
@@ -66,6 +77,12 @@ def mask(*args: Any, inner: str, **kwargs: Any) -> Any:
     length = kwargs.get("kv_length")
     if not isinstance(length, MaskLength):
         return compat.inner_mask(inner)(*args, **kwargs)
+    return _mask_of_held(length, *args, inner=inner, **kwargs)
+
+
+@compat.between_graphs
+def _mask_of_held(length: MaskLength, *args: Any, inner: str, **kwargs: Any) -> Any:
+    """A pass of the cache that gave `length` starts here; its mask, if it needs one."""
     if kwargs.get("config", length.session.config) is not length.session.config:
         raise ValueError(_OTHER_MODEL)
     tokens = int(length) - length.columns

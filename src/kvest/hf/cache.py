@@ -64,6 +64,7 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         share = self.session.share
         return merge(share.gather_values(report)) if all_processes and share.size > 1 else report
 
+    @compat.between_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -97,8 +98,8 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
             )
         if self.session.share.size > 1:
             raise ValueError(
-                "this cache's heads are split over processes, and one file would hold those of one process only: read the "
-                "document in one process to save it"
+                "this cache's heads are split over processes, and one file would hold those of one process: read "
+                "the document in one process to save it"
             )
         storage.save(self, model, path, notes)
 
@@ -151,6 +152,20 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
                     )
             self.session.crop(-tokens_to_remove)
             super().crop(tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding calls this before its first draft, which it will take back with `crop`.
+
+        Raises ValueError where an eviction could come between, or a bounded layer let go of what it would need.
+        """
+        self.session.expect_drafts()
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, EvictionLayer):
+                raise ValueError(
+                    f"assisted decoding takes drafts back, and layer {index} ({type(layer).__name__}) lets go of what "
+                    "came before them. Leave out assistant_model and prompt_lookup_num_tokens"
+                )
+        super().activate_past_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -24,6 +24,19 @@ PREFIX = "kvest_"
 
 CACHE_ARGUMENT = "cache" if version.parse(transformers.__version__) >= version.parse("5.24") else "past_key_values"
 """What a model's forward and generate call their cache."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def between_graphs(function: _Function) -> _Function:
+    """`function`, left alone by torch.compile: a compiled step is interrupted there, once for all tokens."""
+    reason = (
+        "what a kvest.EvictionCache holds grows with every token, and no single graph can hold it: leave out "
+        "fullgraph=True (the rest of the model is still compiled)"
+    )
+    alone: _Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]  # of torch
+    return alone
 
 
 class UnsupportedModel(ValueError):

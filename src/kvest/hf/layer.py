@@ -41,7 +41,6 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False
 
     def __init__(self, index: int, session: Session) -> None:
         super().__init__()
@@ -60,6 +59,10 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     # -- what transformers asks of a layer
 
+    @property
+    def is_croppable(self) -> bool:
+        return self.session.policy.every is None and not self.session.evicted
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
         wide = key_states.shape[3] * key_states.element_size() + value_states.shape[3] * value_states.element_size()
@@ -75,6 +78,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.24
 
+    @compat.between_graphs  # which would take the length for any number
     def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
         length = MaskLength(self.columns + compat.query_length(queries))
         length.session, length.columns = self.session, self.columns

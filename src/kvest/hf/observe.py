@@ -85,7 +85,9 @@ def _queries(parts: list[Float[Tensor, "b hg _ d"]], watched: Tensor | None) -> 
     if watched is None:
         return queries, torch.full((b,), q, device=queries.device)
     mine = watched[:, watched.shape[1] - q :]
-    return align(queries, mine), mine.sum(dim=1)
+    lengths = mine.sum(dim=1)
+    most = int(lengths.max())  # with padding there may be more columns than entries
+    return align(queries, mine)[:, :, q - most :], lengths
 
 
 def align(x: Float[Tensor, "b h n d"], exists: Bool[Tensor, "b n"]) -> Float[Tensor, "b h n d"]:

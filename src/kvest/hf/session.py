@@ -29,9 +29,12 @@ HISTORY_BYTES = 4
 """Bytes of the attention that an entry collected so far, float32, where a later round needs it."""
 
 
+_DRAFTS = "assisted decoding takes drafts back, and"
+_WITHOUT = "Leave out assistant_model and prompt_lookup_num_tokens"
+
 STATE = (
     *("columns", "seen", "held", "rounds", "evicted", "padded"),
-    *("exists", "tail", "watched", "watched_columns", "prompt_tokens"),
+    *("exists", "tail", "watched", "watched_columns", "prompt_tokens", "drafts"),
 )
 """What of a session changes with every pass."""
 
@@ -105,6 +108,7 @@ class Session:
         self.waiting: int | None = None  # a layer whose keys the attention function has not seen yet
         self.pending: list[Evictable] = []  # layers of this pass that wait for the others to compete with
         self.prompt_tokens = 0
+        self.drafts = False  # whether the first pass will hold tokens that may be taken back
 
     def state(self) -> dict[str, Any]:
         """Everything between two passes. Raises RuntimeError where a pass did not finish."""
@@ -207,6 +211,8 @@ class Session:
                     due = held > budget if added > 1 else held >= budget + policy.every
                 step.budgets.append(budget)
                 step.due.append(due)
+            if self.drafts and any(step.due):
+                self._refuse_drafts()
             self._note_chunks(step)
             self._watch(step, keys.device)
         return step
@@ -265,7 +271,7 @@ class Session:
         self.tail = 0 if evicts else self.tail + step.tokens
         self.evicted = self.evicted or evicts
         self.watched, self.watched_columns = step.left, step.left_columns
-        self.step = None
+        self.step, self.drafts = None, False
 
     def tail_exists(self) -> Bool[Tensor, "b n"] | None:
         """Which columns since the last eviction are real, those of the current pass included; None: all."""
@@ -283,6 +289,23 @@ class Session:
                 new = torch.arange(step.tokens, device=device) if step.exists is None else step.exists.cumsum(1) - 1
                 step.positions = start + new.to(device)
         return step.positions
+
+    def expect_drafts(self) -> None:
+        """The next pass holds drafts besides the prompt. Raises ValueError where that could not be right."""
+        if self.policy.every is not None:
+            raise ValueError(f"{_DRAFTS} {self.policy} goes on evicting with them among its entries. {_WITHOUT}")
+        if self.columns > 0:
+            raise ValueError(
+                f"assisted decoding reads the whole prompt, and this cache has seen {self.columns} tokens already. "
+                f"{_WITHOUT}"
+            )
+        self.drafts = True
+
+    def _refuse_drafts(self) -> None:
+        self.drafts = False
+        raise ValueError(
+            f"{_DRAFTS} {self.policy} is due after this first pass, which holds some besides the prompt. {_WITHOUT}"
+        )
 
     def crop(self, count: int) -> None:
         """Forget the latest `count` columns, all of them real and newer than the last eviction."""
