@@ -141,15 +141,23 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
     # -- what kvest does
 
     def attend(
-        self, queries: Float[Tensor, "b hg q d"], scale: float, exact: Callable[[], tuple[Tensor, Tensor | None]]
+        self,
+        queries: Float[Tensor, "b hg q d"],
+        scale: float,
+        exact: Callable[[], tuple[Tensor, Tensor | None]],
+        sinks: Float[Tensor, "hg"] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of the new tokens; then evict, if the layer is due. `exact` computes it as without kvest."""
+        """Attention of the new tokens; then evict, if the layer is due. `exact` computes it as without kvest.
+
+        `sinks` are learned logits without a value, one per query head. They join the softmax over what is held;
+        proposals and corrections compare entries with one another, by probabilities that leave them out.
+        """
         session = self.session
         step = session.planned()
         if self.store is None:
             output = exact()
         else:
-            output = attend(queries, self.store, scale, step.exists).transpose(1, 2).contiguous(), None
+            output = attend(queries, self.store, scale, step.exists, sinks).transpose(1, 2).contiguous(), None
         session.waiting = None
         self.scale = scale
         with torch.no_grad():
