@@ -7,9 +7,13 @@ import torch
 from transformers import DynamicCache
 
 import kvest
-from families import FAMILIES, QWEN3_NEXT, family
+import reference_sampling as reference
+from families import FAMILIES, family
 from hf_tools import feed, same_entries, singly, tokens
+from kvest.attend import attend
 from kvest.hf.layer import EvictionLayer
+from kvest.retain import Store
+from kvest.types import Retained
 
 POLICY = "h2o(values=True)+one_threshold/systematic/tempered(0.85)@0.4"
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
@@ -64,6 +68,30 @@ def test_a_left_padded_row_is_the_row_alone(name, generator):
         same_entries(batch.report(), row, cache.report(), 0)
 
 
+@pytest.mark.parametrize("q", [1, 3])
+@pytest.mark.parametrize("counts", [((11, 11),), ((5, 17),)])
+@pytest.mark.parametrize("width", [8, 7])
+def test_a_learned_sink_is_an_entry_without_a_key_and_a_value(q, counts, width, generator):
+    """Query by query and head by head, in float64. The width of values decides which kernel is used."""
+    n, group = sum(counts[0]), 3
+    keys, values = torch.randn(n, 8, generator=generator), 1 + torch.randn(n, width, generator=generator)
+    log_weights, sinks = torch.rand(n, generator=generator), 2 * torch.randn(2 * group, generator=generator)
+    position = torch.cat([torch.arange(each, dtype=torch.int32) for each in counts[0]])
+    held = Store(Retained(keys, values, log_weights, position, counts))
+    new = torch.randn(1, 2, q, 8, generator=generator), torch.randn(1, 2, q, width, generator=generator)
+    held.append(*new, 100 + torch.arange(q)[None])
+    queries = torch.randn(1, 2 * group, q, 8, generator=generator)
+    got = attend(queries, held, 0.35, sinks=sinks)
+    for head in range(2 * group):
+        k, v, l = (held.head(x, 0, head // group) for x in (held.keys, held.values, held.log_weights))
+        for j in range(q):
+            sees = len(k) - (q - 1 - j)
+            k1 = torch.cat([k[:sees], torch.zeros(1, 8)])
+            v1, l1 = torch.cat([v[:sees], torch.zeros(1, width)]), torch.cat([l[:sees], sinks[head : head + 1]])
+            want = reference.attention(queries[0, head, j], k1, v1, l1, 0.35)
+            torch.testing.assert_close(got[0, head, j].double(), want, **NEAR)
+
+
 def test_learned_sinks_take_their_share_after_an_eviction(generator):
     """A budget of 96 of 97 entries drops one; a sink of a large logit leaves nothing of any of them."""
     for logit in (-30.0, 1.0, 30.0):
@@ -115,10 +143,6 @@ REFUSED = {
     "gemma3n": (
         family("Gemma3n", config="Gemma3nTextConfig", **GEMMA3N),
         r"Gemma3nForCausalLM: layer 3 has no cache of its own.*stock cache",
-    ),
-    "qwen3_next": (
-        QWEN3_NEXT,
-        r"Qwen3NextForCausalLM: its attention cannot be exchanged.*stock cache",
     ),
 }
 

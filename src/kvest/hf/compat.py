@@ -48,7 +48,9 @@ def check(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             model, "its latent attention (MLA) has no keys per head that could be kept or dropped", stock
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    declares = getattr(model, "_supports_attention_backend", False)
+    dispatches = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")  # hybrids do, undeclared
+    if not (declares or (dispatches and getattr(model, "_is_stateful", False))):
         raise UnsupportedModel(
             model, "its attention cannot be exchanged through transformers' AttentionInterface", stock
         )
