@@ -78,7 +78,7 @@ def weighted_with_sinks(
     """As `weighted`, with one more logit in each softmax that has no value: `out * sigmoid(lse - sink)`
 
     lse is the log of the sum of the weighted exponentials over the entries. A sink is not an entry: it is never
-    evicted, and its share of a query is small where the entries' weights, which stand for what is gone, are right.
+    evicted, and has no weight.
     """
     sinks = sinks.float()
     if queries.is_cpu and keys.shape[-1] == values.shape[-1]:
