@@ -31,13 +31,6 @@ def gemma2():
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=16))
 
 
-def gpt_oss():
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    config = transformers.GptOssConfig(**SMALL, **experts, head_dim=8, sliding_window=16, rope_parameters=rope)
-    return transformers.GptOssForCausalLM(config)
-
-
 def deepseek():
     ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     config = transformers.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, **ranks, first_k_dense_replace=2)
@@ -57,7 +50,6 @@ def bloom():
     [
         (t5, "T5ForConditionalGeneration", "encoder-decoder"),
         (gemma2, "Gemma2ForCausalLM", "softcap"),
-        (gpt_oss, "GptOssForCausalLM", "sinks"),
         (deepseek, "DeepseekV3ForCausalLM", "MLA"),
         (mistral, "MistralForCausalLM", "bounded already"),
         (bloom, "BloomForCausalLM", "cannot be exchanged"),

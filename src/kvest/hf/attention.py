@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvest.hf import compat
 from kvest.hf.layer import ATTRIBUTE, EvictionLayer, MaskLength
 
-_REFUSED = ("softcap", "s_aux", "position_bias")
+_REFUSED = ("softcap", "position_bias")
 """Arguments that change the logits in ways that weighted attention does not reproduce."""
 
 
@@ -49,19 +49,21 @@ def _over_held(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over what `layer` holds; then it is evicted, if that is due."""
-    _own(layer, module)
+    _own(layer, module, kwargs.get("s_aux"))
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(f"kvest's attention does not support {name!r}, which {type(module).__name__} passes")
     scale = kwargs.get("scaling")
-    output = layer.attend(query, query.shape[-1] ** -0.5 if scale is None else float(scale), exact)
+    output = layer.attend(query, query.shape[-1] ** -0.5 if scale is None else float(scale), exact, kwargs.get("s_aux"))
     layer.session.after(layer)
     return output
 
 
-def _own(layer: EvictionLayer, module: nn.Module) -> None:
-    """Raise where the layer is used with another model than the one its cache was made for."""
+def _own(layer: EvictionLayer, module: nn.Module, sinks: Tensor | None) -> None:
+    """Raise where the layer is used with another model than the one its cache was made for, or sinks are kept back."""
     if layer.module is None:
+        if sinks is None and compat.learned_sinks(module):
+            raise ValueError(f"{type(module).__name__} learns attention sinks and does not pass them to its attention")
         model = layer.session.model()
         if model is not None and any(each is module for each in model.modules()):
             layer.module = weakref.ref(module)

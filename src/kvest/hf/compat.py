@@ -61,14 +61,26 @@ def check(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             model, "its latent attention (MLA) has no keys per head that could be kept or dropped", stock
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    declares = getattr(model, "_supports_attention_backend", False)
+    dispatches = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")  # hybrids do, undeclared
+    if not (declares or (dispatches and getattr(model, "_is_stateful", False))):
         raise UnsupportedModel(
             model, "its attention cannot be exchanged through transformers' AttentionInterface", stock
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModel(model, "it caps attention logits (softcap), which kvest does not do yet", stock)
-    if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
-        raise UnsupportedModel(model, "it learns attention sinks, which kvest does not add to the softmax yet", stock)
+    name = (model.config._attn_implementation or "sdpa").removeprefix(PREFIX)
+    if name not in ("eager", "flex_attention") and any(learned_sinks(module) for module in model.modules()):
+        raise UnsupportedModel(
+            model,
+            f"it learns attention sinks, which {name!r} attention may leave out",
+            "Load it with attn_implementation='eager', or use the stock cache",
+        )
+
+
+def learned_sinks(module: nn.Module) -> bool:
+    """Whether an attention module has a learned logit per query head that takes part in each softmax."""
+    return isinstance(getattr(module, "sinks", None), nn.Parameter)
 
 
 def stock_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
@@ -77,14 +89,16 @@ def stock_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
     evictable = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for i, layer in enumerate(layers):
         bounded = isinstance(layer, DynamicSlidingWindowLayer) or not isinstance(layer, DynamicLayer)
-        if i not in evictable and (
-            not bounded or type(layer).__name__ == "DummyLayer" or "And" in type(layer).__name__
-        ):
-            raise UnsupportedModel(
-                model,
-                f"layer {i} keeps its cache in a {type(layer).__name__}, which kvest does not know",
-                "Use the stock cache",
-            )
+        kind = type(layer).__name__
+        if kind == "DummyLayer":
+            reason = f"layer {i} has no cache of its own (it reads another layer's, or has no attention)"
+        elif "LinearAttentionAnd" in kind:
+            reason = f"layer {i} keeps softmax attention and a recurrent state in one cache layer ({kind})"
+        elif i in evictable or bounded:
+            continue
+        else:
+            reason = f"layer {i} keeps its cache in a {kind}, which kvest does not know"
+        raise UnsupportedModel(model, reason, "Use the stock cache")
     if not evictable:
         raise UnsupportedModel(
             model,

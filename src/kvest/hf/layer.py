@@ -187,16 +187,24 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             self.store.make_room(values["capacities"])
 
     def attend(
-        self, queries: Float[Tensor, "b hg q d"], scale: float, exact: Callable[[], tuple[Tensor, Tensor | None]]
+        self,
+        queries: Float[Tensor, "b hg q d"],
+        scale: float,
+        exact: Callable[[], tuple[Tensor, Tensor | None]],
+        sinks: Float[Tensor, "hg"] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of the new tokens; then evict, if the layer is due. `exact` computes it as without kvest."""
+        """Attention of the new tokens; then evict, if the layer is due. `exact` computes it as without kvest.
+
+        `sinks` are learned logits without a value, one per query head. They join the softmax over what is held;
+        proposals and corrections compare entries with one another, by probabilities that leave them out.
+        """
         session = self.session
         step = session.planned()
         if self.store is None:
             output = exact()
         else:
             exists = None if step.exists is None else step.exists.to(queries.device)
-            output = attend(queries, self.store, scale, exists).transpose(1, 2).contiguous(), None
+            output = attend(queries, self.store, scale, exists, sinks).transpose(1, 2).contiguous(), None
         session.waiting = None
         self.scale = scale
         with torch.no_grad():
