@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvest
+from families import FAMILIES
 from hf_tools import POLICIES, feed, hybrid, same_entries, tokens
 
 STANDING = ("h2o+one_threshold/systematic/inclusion@24, every=8", "snapkv/top_k/none@0.3, every=4")
@@ -73,6 +74,20 @@ def test_bounded_layers_return_too(generator, prompt):
     after = tokens(generator, 7)
     assert torch.equal(feed(model, cache, after), feed(model, twin, after))
     same_report(cache.report(), twin.report())
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granitemoehybrid"])
+def test_layers_with_a_recurrent_state_return_too(generator, name):
+    """They write into their state in place."""
+    model = FAMILIES[name]()
+    cache = kvest.EvictionCache(model, "snapkv/top_k/none@0.5")
+    feed(model, cache, tokens(generator, 41))
+    twin = copy.deepcopy(cache)
+    with cache.branch():
+        for n in (7, 1, 1):
+            feed(model, cache, tokens(generator, n))
+    after = tokens(generator, 1)
+    assert torch.equal(feed(model, cache, after), feed(model, twin, after))
 
 
 def test_a_branch_may_generate_in_any_way(tiny_model, generator):

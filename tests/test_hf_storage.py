@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvest
+from families import FAMILIES
 from hf_tools import POLICIES, feed, hybrid, same_entries, tokens
 
 STANDING = ("h2o+one_threshold/systematic/inclusion@24, every=8", "snapkv/poisson/inclusion@0.3, every=4, sinks=2")
@@ -74,6 +75,19 @@ def test_bounded_layers_are_saved_too(generator, tmp_path, prompt):
     cache.save(tmp_path / "c")
     loaded = kvest.EvictionCache.load(tmp_path / "c", model)
     assert torch.equal(continued(model, loaded), continued(model, cache))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granitemoehybrid", "gpt_oss"])
+def test_layers_of_other_kinds_are_saved_too(generator, tmp_path, name):
+    """Recurrent states and convolutions, and what is read into them afterwards; heads with sinks."""
+    model = FAMILIES[name]()
+    cache = kvest.EvictionCache(model, POLICIES[1])
+    feed(model, cache, tokens(generator, 41))
+    cache.save(tmp_path / "c")
+    loaded = kvest.EvictionCache.load(tmp_path / "c", model)
+    for _ in range(3):
+        ids = tokens(generator, 1)
+        assert torch.equal(feed(model, loaded, ids), feed(model, cache, ids))
 
 
 def test_a_file_serves_another_object_of_the_same_model(tiny_model, generator, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from kvest.hf.layer import EvictionLayer
 
@@ -41,4 +42,5 @@ class Mark:
 def _mark(layer: Any) -> dict[str, Any]:
     if isinstance(layer, EvictionLayer):
         return layer.mark()
-    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(layer).items()}
+    copied: dict[str, Any] = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, dict(vars(layer)))
+    return copied  # linear layers write into their states

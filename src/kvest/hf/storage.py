@@ -72,7 +72,7 @@ def save(cache: EvictionCache, model: PreTrainedModel, path: str | os.PathLike[s
     state = cache.session.state()
     tensors: dict[str, Tensor] = {}
     layers = [_describe(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
-    session = _split(state, "session.", tensors)
+    session = {name: _pack(x, f"session.{name}", tensors) for name, x in state.items()}
     tensors = {name: x.detach().contiguous().cpu() for name, x in tensors.items()}
     header = CacheHeader(
         policy=str(cache.policy),
@@ -89,7 +89,7 @@ def save(cache: EvictionCache, model: PreTrainedModel, path: str | os.PathLike[s
     try:
         text = json.dumps(asdict(header), sort_keys=True)
     except TypeError as error:
-        raise ValueError(f"notes must be plain values that JSON can hold: {error}") from None
+        raise ValueError(f"what is saved must be plain values, notes as well: {error}") from None
     metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "sha256": _digest(text, tensors)}
     _write(Path(path), tensors, metadata)
 
@@ -105,7 +105,7 @@ def load(path: str | os.PathLike[str], model: PreTrainedModel) -> EvictionCache:
     for i, (layer, record) in enumerate(zip(cache.layers, header.layers, strict=True)):
         prefix = f"layers.{i}."
         device = devices.get(i, model.device)
-        mine = {n.removeprefix(prefix): x.to(device) for n, x in tensors.items() if n.startswith(prefix)}
+        mine = {name: x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
         if type(layer).__name__ != record["kind"]:
             raise CacheFileError(
                 path,
@@ -113,10 +113,9 @@ def load(path: str | os.PathLike[str], model: PreTrainedModel) -> EvictionCache:
                 f"{type(layer).__name__} ({transformers.__version__})",
                 "Save it anew",
             )
-        _restore(layer, record, mine)
-    state = {**header.session}
-    state |= {n.removeprefix("session."): x.to(model.device) for n, x in tensors.items() if n.startswith("session.")}
-    cache.session.restore(state)
+        _restore(layer, prefix, record, mine)
+    flags = {name: x.to(model.device) for name, x in tensors.items() if name.startswith("session.")}
+    cache.session.restore({name: _unpack(x, flags) for name, x in header.session.items()})
     return cache
 
 
@@ -138,24 +137,40 @@ def _describe(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, 
         values, mine = layer.saved()
         tensors |= {prefix + name: x for name, x in mine.items()}
         return {**record, **values}
-    values = {name: x for name, x in vars(layer).items() if isinstance(x, Tensor | bool | int | float | str | None)}
-    return {**record, **_split(values, prefix, tensors)}
+    held = {name: x for name, x in vars(layer).items() if name not in ("dtype", "device")}
+    return {**record, **{name: _pack(x, prefix + name, tensors) for name, x in held.items()}}
 
 
-def _restore(layer: Any, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _restore(layer: Any, prefix: str, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     values = {name: x for name, x in record.items() if name != "kind"}
     if isinstance(layer, EvictionLayer):
-        layer.load(values, tensors)
+        layer.load(values, {name.removeprefix(prefix): x for name, x in tensors.items()})
         return
-    vars(layer).update(values, **tensors)
-    if "keys" in tensors:
-        layer.dtype, layer.device = tensors["keys"].dtype, tensors["keys"].device
+    vars(layer).update({name: _unpack(x, tensors) for name, x in values.items()})
+    states = [x for x in tensors.values() if x.is_floating_point()]
+    if states:
+        layer.dtype, layer.device = states[0].dtype, states[0].device
 
 
-def _split(values: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The plain values among these; tensors go to `tensors`."""
-    tensors |= {prefix + name: x for name, x in values.items() if isinstance(x, Tensor)}
-    return {name: x for name, x in values.items() if not isinstance(x, Tensor)}
+def _pack(x: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`x` as JSON can hold it; its tensors go to `tensors`, under names that begin with `name`."""
+    if isinstance(x, Tensor):
+        tensors[name] = x
+        return {"tensor": name}
+    if isinstance(x, list | tuple):
+        return [_pack(each, f"{name}.{i}", tensors) for i, each in enumerate(x)]
+    if isinstance(x, dict):
+        return {"dict": [[key, _pack(each, f"{name}.{key}", tensors)] for key, each in x.items()]}
+    return x
+
+
+def _unpack(x: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `_pack` was given (tuples come back as lists)."""
+    if isinstance(x, list):
+        return [_unpack(each, tensors) for each in x]
+    if isinstance(x, dict):
+        return tensors[x["tensor"]] if "tensor" in x else {key: _unpack(each, tensors) for key, each in x["dict"]}
+    return x
 
 
 def _dtype(layers: list[Any]) -> str | None:
