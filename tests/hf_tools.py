@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -90,6 +91,12 @@ def same_entries(report: kvest.Report, row: int, other: kvest.Report, other_row:
             assert torch.equal(a, b), f"layer {layer}, head {head}: {a.tolist()} and {b.tolist()}"
             weights = report.log_weights[layer][row][head], other.log_weights[layer][other_row][head]
             torch.testing.assert_close(*weights, rtol=0, atol=tolerance)
+
+
+def living_bytes() -> int:
+    """Bytes of all distinct storages of tensors that Python's collector knows and has not frozen."""
+    alive = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
 
 
 # -- the twin: float64, no cache, every entry in place, what was evicted masked out and what was kept weighted

@@ -102,8 +102,10 @@ def keydiff(a: Head) -> Scores:
 
 def last_query(a: Head, values: bool = True, layer: bool = False) -> Scores:
     heads = [Head(a.o, a.row, h) for h in range(a.o.keys.shape[1])] if layer else [a]
-    seen = [one.attended({one.asked[-1]: 1.0}) for one in heads]
-    return a.by_norm({i: sum(s.get(i, 0.0) for s in seen) / len(heads) for i in a.entries}, values)
+    seen = []  # by position: heads hold different entries after a round
+    for one in heads:
+        seen.append({one.positions[i]: p for i, p in one.attended({one.asked[-1]: 1.0}).items()})
+    return a.by_norm({i: sum(s.get(a.positions[i], 0.0) for s in seen) / len(heads) for i in a.entries}, values)
 
 
 def snapkv(a: Head, window: int = 64, pool: int = 5) -> Scores:

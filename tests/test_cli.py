@@ -188,3 +188,81 @@ def test_the_installed_command_reports_bad_input():
     )
     assert out.returncode == 2
     assert "Did you mean 'h2o'?" in out.stderr
+
+
+def compressed(kvest: Kvest, folder: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "document.kvest"
+    document = tmp_path / "document.txt"
+    document.write_text("some words and others. " * 30)
+    options = ["--model", str(folder), "--policy", "keydiff/systematic/inclusion@0.25", "-o", str(file)]
+    out = kvest("compress", str(document), *options)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout == ""
+    assert "keydiff/systematic/inclusion@0.25" in out.stderr
+    assert "written" in out.stderr
+    return file
+
+
+def test_one_compression_serves_many_questions(kvest: Kvest, tiny_folder: Path, tmp_path: Path):
+    """Fault 15: each answer is the one that `kvest generate` gives, in any order and as often as asked."""
+    file = compressed(kvest, tiny_folder, tmp_path)
+    before = file.read_bytes()
+    record = tmp_path / "answers.json"
+    options = ["--max-new-tokens", "6"]
+    out = kvest("ask", str(file), "Why?", "And what else?", "Why?", *options, "--json", str(record))
+    assert out.returncode == 0, out.stderr
+    answers = [each["answer"] for each in json.loads(record.read_text())["answers"]]
+    same = ["--model", str(tiny_folder), "--prompt-file", str(tmp_path / "document.txt"), *options]
+    same += ["--policy", "keydiff/systematic/inclusion@0.25"]
+    for question, said in zip(("Why?", "And what else?", "Why?"), answers, strict=True):
+        assert kvest("generate", "--question", question, *same).stdout.strip() == said
+    assert answers[0] != answers[1]
+    assert file.read_bytes() == before
+
+
+def test_ask_says_what_is_wrong(kvest: Kvest, tiny_folder: Path, tiny_model, tmp_path: Path):
+    file = compressed(kvest, tiny_folder, tmp_path)
+    cut = tmp_path / "cut.kvest"
+    cut.write_bytes(file.read_bytes()[:-20])
+    model = tiny_model()
+    import_cache(model, tmp_path / "bare.kvest")
+    cases = [
+        ([str(tmp_path / "no.kvest"), "Why?"], "no such file"),
+        ([str(cut), "Why?"], "cut off"),
+        ([str(tmp_path / "document.txt"), "Why?"], "no safetensors file"),
+        ([str(tmp_path / "bare.kvest"), "Why?"], "not written by kvest compress"),
+        ([str(file), "  "], "a question is empty"),
+        ([str(file), "Why? " * 900], "ask a shorter question"),
+        ([str(file), "Why?", "--model", "/no/such/folder"], "'/no/such/folder'"),
+        ([str(file)], "Missing argument"),
+    ]
+    for arguments, says in cases:
+        out = kvest("ask", *arguments)
+        assert out.returncode == 2, arguments
+        assert says in " ".join(out.stderr.split()), out.stderr
+        assert out.stdout == ""
+
+
+def import_cache(model, path: Path) -> None:
+    """A cache that was saved from Python, without the notes of the command."""
+    import kvest as library
+
+    library.EvictionCache(model, "keydiff/top_k/none@0.5").save(path)
+
+
+def test_compress_says_what_is_wrong(kvest: Kvest, tiny_folder: Path, tmp_path: Path):
+    document = tmp_path / "document.txt"
+    document.write_text("some words and others. " * 30)
+    model = ["--model", str(tiny_folder)]
+    cases = [
+        (["/no/such/file", "-o", str(tmp_path / "a")], "no file '/no/such/file'"),
+        ([str(document), "-o", str(tmp_path / "no" / "a")], "cannot write"),
+        ([str(document), "-o", str(tmp_path)], "it is a folder"),
+        ([str(document)], "Missing option"),
+        ([str(document), "-o", str(tmp_path / "a"), "--policy", "snapk/top_k/none@0.5"], "Did you mean 'snapkv'?"),
+    ]
+    for arguments, says in cases:
+        out = kvest("compress", *arguments, *model)
+        assert out.returncode == 2, arguments
+        assert says in " ".join(out.stderr.split()), out.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["document.txt", "tiny"]

@@ -31,13 +31,6 @@ def gemma2():
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=16))
 
 
-def gpt_oss():
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    config = transformers.GptOssConfig(**SMALL, **experts, head_dim=8, sliding_window=16, rope_parameters=rope)
-    return transformers.GptOssForCausalLM(config)
-
-
 def deepseek():
     ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     config = transformers.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, **ranks, first_k_dense_replace=2)
@@ -57,7 +50,6 @@ def bloom():
     [
         (t5, "T5ForConditionalGeneration", "encoder-decoder"),
         (gemma2, "Gemma2ForCausalLM", "softcap"),
-        (gpt_oss, "GptOssForCausalLM", "sinks"),
         (deepseek, "DeepseekV3ForCausalLM", "MLA"),
         (mistral, "MistralForCausalLM", "bounded already"),
         (bloom, "BloomForCausalLM", "cannot be exchanged"),
@@ -199,17 +191,3 @@ def test_an_error_in_a_pass_leaves_the_model_usable(tiny_model, generator):
     with pytest.raises(ValueError, match="covers"):
         model(tokens(generator, 5), attention_mask=torch.ones(1, 3), past_key_values=kvest.EvictionCache(model, POLICY))
     assert torch.equal(feed(model, None, tokens(torch.Generator().manual_seed(1), 37)), want)
-
-
-def test_assisted_decoding_is_refused(tiny_model, generator):
-    """Drafts that are taken back could already have cost the prompt its entries."""
-    model, prompt = tiny_model(), tokens(generator, 97)
-    mask = torch.ones_like(prompt)
-    with pytest.raises(ValueError, match="cache that can be cropped"):
-        model.generate(
-            prompt,
-            attention_mask=mask,
-            past_key_values=kvest.EvictionCache(model, POLICY),
-            max_new_tokens=5,
-            prompt_lookup_num_tokens=3,
-        )

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvest
-from hf_tools import WINDOW, feed, hybrid, tokens
+from hf_tools import WINDOW, feed, hybrid, living_bytes, tokens
 
 UNIFORM = "h2o/systematic/inclusion@0.25"
 UNEVEN = "h2o(values=True)+one_threshold/systematic/tempered(0.85)@0.25"
@@ -27,8 +26,7 @@ def bytes_appearing() -> Iterator[list[int]]:
     try:
         found: list[int] = []
         yield found
-        new = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
-        found.append(sum({storage.data_ptr(): storage.nbytes() for storage in new}.values()))
+        found.append(living_bytes())
     finally:
         gc.unfreeze()
         gc.enable()

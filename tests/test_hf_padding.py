@@ -155,3 +155,21 @@ def test_rows_within_budget_stay_whole_while_others_are_evicted(tiny_model, gene
         cache, want = alone(model, policy, row, more[i : i + 1])
         torch.testing.assert_close(logits[i], want[0], rtol=1e-5, atol=1e-5)
         same_entries(batch.report(), i, cache.report(), 0)
+
+
+@pytest.mark.parametrize("policy", ["h2o/systematic/inclusion@20, every=7", "snapkv/top_k/none@20, every=7"])
+def test_a_turn_may_be_padded_to_more_columns_than_are_held(tiny_model, generator, policy):
+    """A long line of one row pads the others far beyond a small budget; those that speak are evicted all the same."""
+    model = tiny_model(layers=2)
+    prompt, more = tokens(generator, 61, rows=2), tokens(generator, 53, rows=2)
+    mask = torch.ones(2, 114, dtype=torch.long)
+    mask[0, 61:], mask[1, 61:105] = 0, 0
+    batch = kvest.EvictionCache(model, policy)
+    feed(model, batch, prompt, mask[:, :61])
+    logits = feed(model, batch, more, mask)
+    silent, _ = alone(model, policy, prompt[:1])
+    spoke, want = alone(model, policy, prompt[1:], more[1:, 44:])
+    assert batch.report().evictions == [1, 2]
+    same_entries(batch.report(), 0, silent.report(), 0)
+    same_entries(batch.report(), 1, spoke.report(), 0)
+    torch.testing.assert_close(logits[1, 44:], want[0], rtol=1e-5, atol=1e-5)

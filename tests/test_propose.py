@@ -98,6 +98,17 @@ def test_with_certain_counts_exactly(generator):
         assert not (certain & observation.protected).any()
 
 
+def test_nested_certain_shares_add_up_to_no_more_than_the_budget(generator):
+    """The outer criterion takes other entries than the inner one took, as far as there is room."""
+    observation = first_round(generator, lengths=(127,), budget=torch.tensor([100]))
+    inner = WithCertain(H2O(), KeyDiff(), 0.4)
+    for outer, count in [(0.3, 70), (0.9, 95)]:
+        certain = WithCertain(Mixed(inner), KeyNorm(), outer)(observation).certain
+        assert certain.sum(-1).tolist() == [[count] * 3]
+        assert not (inner(observation).certain & ~certain).any()
+        assert not (certain & observation.protected).any()
+
+
 def test_the_authors_capkv_rotates_by_what_follows(generator):
     """Another rotation, another score: with none (cos = 1, sin = 0) the mean query is the plain mean."""
     observation = first_round(generator)

@@ -125,7 +125,7 @@ def test_crop_takes_back_the_latest_entries(generator):
     given = retained(generator)
     store = Store(given)
     keys, _, _ = append(store, generator, 50, 5)
-    store.crop(3)
+    store.cut([n - 3 for n in store.lengths])
     assert store.lengths == [n + 2 for row in COUNTS for n in row]
     assert torch.isinf(store.log_weights).sum() == len(store.keys) - sum(store.lengths)
     for row, head in heads(store):
@@ -133,9 +133,9 @@ def test_crop_takes_back_the_latest_entries(generator):
     again, _, _ = append(store, generator, 52, 1)
     for row, head in heads(store):
         assert torch.equal(store.head(store.keys, row, head)[-2:], torch.cat([keys[row, head, 1:2], again[row, head]]))
-    store.crop(3)
+    store.cut([n - 3 for n in store.lengths])
     assert same(store.retained(), given)
-    store.crop(1)
+    store.cut([n - 1 for n in store.lengths])
     append(store, generator, 60, 1)
     for row, head in heads(store):  # a new entry inherits nothing from the one whose slot it takes
         assert store.head(store.history, row, head)[-1] == 0
@@ -194,15 +194,15 @@ def test_appending_changes_nothing_of_what_the_store_was_made_from(generator):
     names = ("keys", "values", "log_weights", "positions", "history")
     before = replace(given, **{n: getattr(given, n).clone() for n in names})
     one, other, cropped = Store(given), Store(given), Store(given)
-    cropped.crop(2)
+    cropped.cut([n - 2 for n in cropped.lengths])
     append(cropped, generator, 48, 2)
     append(one, generator, 50, 3)
     append(other, generator, 50, 30)
-    one.crop(1)
+    one.cut([n - 1 for n in one.lengths])
     snapshot = one.retained()
     kept = snapshot.keys.clone()
     append(one, generator, 52, 1)
-    one.crop(3)
+    one.cut([n - 3 for n in one.lengths])
     assert same(given, before)
     assert torch.equal(snapshot.keys, kept)
     assert same(one.retained(), before)

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from kvest.attend import attention
     from kvest.budget import Bytes, Entries, Fraction
     from kvest.grammar import PolicyError
-    from kvest.hf import EvictionCache, Report, UnsupportedModel, detach
+    from kvest.hf import CacheFileError, EvictionCache, Report, UnsupportedModel, cache_header, detach
     from kvest.policy import Policy
     from kvest.types import Draw, Observation, Proposal, Retained
 
 _HOME = {
     "attention": "kvest.attend",
     "Bytes": "kvest.budget",
+    "cache_header": "kvest.hf",
+    "CacheFileError": "kvest.hf",
     "Entries": "kvest.budget",
     "Fraction": "kvest.budget",
     "PolicyError": "kvest.grammar",
@@ -43,6 +45,8 @@ _HOME = {
 __all__ = [
     "attention",
     "Bytes",
+    "cache_header",
+    "CacheFileError",
     "detach",
     "Draw",
     "Entries",

@@ -90,7 +90,8 @@ class Policy:
     def proposal(self, observation: Observation) -> Proposal:
         """Score one layer; sinks and window are certain to stay."""
         proposal = self.propose(observation)
-        if not torch.isfinite(proposal.score).all():
+        finite = torch.isfinite(proposal.score).all()[None]
+        if not torch.cat(observation.split.gather(finite)).all():  # in every process, so that none waits for another
             raise ValueError(
                 f"{grammar.say(self.propose)} gave NaN or infinite scores: the layer's queries, keys or values are not "
                 "finite (an overflow in float16? try bfloat16 or float32)"

@@ -136,9 +136,8 @@ class Store:
         added = [n] * b if exists is None else exists.sum(dim=1).tolist()
         wanted = [self.lengths[i] + added[i // h] for i in range(b * h)]
         keys, values = keys.detach().to(self.keys.dtype), values.detach().to(self.values.dtype)
-        foreign = self.keys.is_inference() and not torch.is_inference_mode_enabled()  # cannot be written to any more
-        if foreign or any(w > c for w, c in zip(wanted, self.capacities, strict=True)):
-            self._grow(wanted)
+        if self._foreign or any(w > c for w, c in zip(wanted, self.capacities, strict=True)):
+            self.make_room([room(w) for w in wanted])
         if self._ends is None:
             ends = [s + n for s, n in zip(self.starts, self.lengths, strict=True)]
             self._ends = torch.tensor(ends, device=keys.device)
@@ -163,10 +162,15 @@ class Store:
             self.history.index_fill_(0, slots, 0.0)
         self.lengths = wanted
 
-    def _grow(self, wanted: list[int]) -> None:
-        """Move to storage in which every head has room for `wanted` entries and a few more."""
+    @property
+    def _foreign(self) -> bool:
+        """Whether the tensors were made in an inference mode that is over: nothing can be written to them any more."""
+        return self.keys.is_inference() and not torch.is_inference_mode_enabled()
+
+    def make_room(self, capacities: list[int]) -> None:
+        """Move to storage in which every head owns so many slots."""
         source = self.taken()
-        self.capacities = [room(w) for w in wanted]
+        self.capacities = list(capacities)
         self._place()
         target = self.taken()
         size = sum(self.capacities)
@@ -188,15 +192,17 @@ class Store:
         skipped = torch.tensor(self.starts, device=device) - (lengths.cumsum(0) - lengths)
         return torch.arange(sum(self.lengths), device=device) + skipped.repeat_interleave(lengths)
 
-    def crop(self, count: int) -> None:
-        """Take back the latest `count` entries of every head."""
-        self.lengths = [n - count for n in self.lengths]
-        if self._shared:
-            self._grow(self.lengths)
-        ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)], device=self.keys.device)
-        freed = (ends[:, None] + torch.arange(count, device=self.keys.device)).flatten()
+    def cut(self, lengths: list[int]) -> None:
+        """Take back the latest entries: the first `lengths[i]` of head i stay. Costs as much as what is taken back."""
+        if lengths == self.lengths:
+            return
+        if self._shared or self._foreign:
+            self.make_room([room(n) for n in self.lengths])
+        ends = [(s + new, s + old) for s, new, old in zip(self.starts, lengths, self.lengths, strict=True)]
+        freed = torch.cat([torch.arange(*end) for end in ends]).to(self.keys.device)
         self.log_weights.index_fill_(0, freed, -torch.inf)
-        self._ends = ends
+        self.lengths = list(lengths)
+        self._ends = torch.tensor([end for end, _ in ends], device=self.keys.device)
 
     def retained(self, rows: list[int] | None = None) -> Retained:
         """The entries without gaps, of these rows (default: all; a row may be named several times)."""

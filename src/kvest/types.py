@@ -23,6 +23,19 @@ Rotation = Callable[[Int[Tensor, "n"]], tuple[Float[Tensor, "n d"], Float[Tensor
 
 
 @dataclass(frozen=True)
+class Split:
+    """How a layer's heads are split over processes: `rank` is this one's place in the order of heads, all hold equally
+    many.
+
+    `gather` gives the tensors of equal shape of all processes, in that order, for this one's. All of them must ask, and
+    in the same order; every process gets the same bits. One process that holds all heads is the default.
+    """
+
+    rank: int = 0
+    gather: Callable[[Tensor], list[Tensor]] = lambda x: [x]
+
+
+@dataclass(frozen=True)
 class Observation:
     """What one layer saw when it is about to be evicted.
 
@@ -31,7 +44,8 @@ class Observation:
     for each row before heads compete; proposals that need a size (`streaming`, `with_certain`) read it. The first
     `sinks` positions and the `window` most recent entries are `protected`: they stay, whatever the score; so does all
     of a row that is not `due` (it holds no more than its budget, while other rows of the batch are evicted).
-    `history` is the attention that each entry had collected before this round, where a policy carries it.
+    `history` is the attention that each entry had collected before this round, where a policy carries it. `split`
+    reaches the layer's other heads, where processes share them.
     """
 
     queries: Float[Tensor, "b h g q d"]
@@ -49,6 +63,7 @@ class Observation:
     window: int = 0
     history: Float[Tensor, "b h t"] | None = None
     rotation: Rotation | None = None
+    split: Split = Split()
 
     @property
     def valid(self) -> Bool[Tensor, "b h t"]:

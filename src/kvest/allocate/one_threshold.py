@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kvest.allocate._base import Allocate
 from kvest.sample import Design
 from kvest.sample._base import candidates
-from kvest.types import Observation, Proposal
+from kvest.types import Observation, Proposal, Split
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,53 @@ class OneThreshold(Allocate):
     ) -> list[Int[Tensor, "b h"]]:
         pairs = [candidates(p, o.valid) for p, o in zip(proposals, observations, strict=True)]
         scores = [score for score, _ in pairs]
-        certain = torch.cat([kept.sum(dim=-1) for _, kept in pairs], dim=1)
-        lengths = torch.cat([o.lengths for o in observations], dim=1)
+        split = observations[0].split
+        certain = together([kept.sum(dim=-1) for _, kept in pairs], split)
+        lengths = together([o.lengths for o in observations], split)
         budget = observations[0].budget * lengths.shape[1]
         free = torch.minimum(budget, lengths.sum(dim=1)) - certain.sum(dim=1)
-        wanted = expected_counts(scores, free, design)
+        wanted = expected_counts(scores, free, design, split)
         counts = certain + largest_remainder(wanted, free, lengths - certain)
-        return list(torch.split(counts, [score.shape[1] for score in scores], dim=1))
+        return own(counts, scores, split)
+
+
+def together(layers: Sequence[Shaped[Tensor, "b _"]], split: Split) -> Shaped[Tensor, "b lh"]:
+    """One number for each head of the model, layer after layer, from those of all layers and all processes
+
+    On the first layer's device. Every process gets the same numbers in the order of one process that holds all heads,
+    so that all of them allocate alike.
+    """
+    mine = torch.cat([x.to(layers[0].device) for x in layers], dim=1)
+    parts = [torch.split(part, [x.shape[1] for x in layers], dim=1) for part in split.gather(mine)]
+    return torch.cat([heads for layer in zip(*parts, strict=True) for heads in layer], dim=1)
+
+
+def own(
+    counts: Int[Tensor, "b lh"], scores: Sequence[Float[Tensor, "b _ _"]], split: Split
+) -> list[Int[Tensor, "b _"]]:
+    """The inverse of `together`: this process's heads of each layer, on the layer's device."""
+    heads = [x.shape[1] for x in scores]
+    processes = counts.shape[1] // sum(heads)
+    layers = torch.split(counts, [h * processes for h in heads], dim=1)
+    return [
+        layer[:, h * split.rank : h * (split.rank + 1)].to(x.device)
+        for layer, h, x in zip(layers, heads, scores, strict=True)
+    ]
 
 
 def expected_counts(
-    scores: Sequence[Float[Tensor, "b h _"]],  # layers that were evicted before may differ in t
+    scores: Sequence[Float[Tensor, "b _ _"]],  # layers that were evicted before may differ in t
     total: Int[Tensor, "b"],
     design: Design,
+    split: Split,
 ) -> Float[Tensor, "b lh"]:
-    """Expected kept entries per head at the common rate where they sum to `total` (ties are shared evenly)."""
+    """Expected kept entries per head at the common rate where they sum to `total` (ties are shared evenly)
+
+    Scores stay where they are, on their device and in their process: only sums over each head's entries travel.
+    """
 
     def at(rate: Float[Tensor, "b"]) -> Float[Tensor, "b lh"]:
-        return torch.cat([design.inclusion(x, rate[:, None, None]).sum(dim=-1) for x in scores], dim=1)
+        return together([design.inclusion(x, rate.to(x.device)[:, None, None]).sum(dim=-1) for x in scores], split)
 
     # Bisection on log(rate). Scores sum to 1 per head and are floored at 1e-30 of the largest, so that the rate lies
     # between 1e-3 (everything below one entry) and 1e45; 80 halvings reach the spacing of float64.

@@ -65,3 +65,29 @@ def weighted(
     if bias is not None:
         logits = logits + bias
     return torch.softmax(logits, dim=-1).to(values.dtype) @ values
+
+
+def weighted_with_sinks(
+    queries: Float[Tensor, "b h q d"],
+    keys: Float[Tensor, "b h t d"],
+    values: Float[Tensor, "b h t e"],
+    bias: Float[Tensor, "#b #h #q t"] | None,
+    scale: float,
+    sinks: Float[Tensor, "#b h #q"],
+) -> Float[Tensor, "b h q e"]:
+    """As `weighted`, with one more logit in each softmax that has no value: `out * sigmoid(lse - sink)`
+
+    lse is the log of the sum of the weighted exponentials over the entries. A sink is not an entry: it is never
+    evicted, and has no weight.
+    """
+    sinks = sinks.float()
+    if queries.is_cpu and keys.shape[-1] == values.shape[-1]:
+        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, False, attn_mask=bias, scale=scale
+        )
+        return out * torch.sigmoid(lse.float() - sinks)[..., None].to(out.dtype)
+    logits = (queries.float() * scale) @ keys.float().transpose(2, 3)
+    if bias is not None:
+        logits = logits + bias
+    share = torch.sigmoid(torch.logsumexp(logits, dim=-1) - sinks)[..., None]
+    return (torch.softmax(logits, dim=-1) * share).to(values.dtype) @ values

@@ -6,44 +6,72 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvest.attend.dense import BLOCK_ELEMENTS, weighted
+from kvest.attend.dense import BLOCK_ELEMENTS, weighted, weighted_with_sinks
 from kvest.retain import Run, Store
 
 
 def attend(
-    queries: Float[Tensor, "b hg q d"], store: Store, scale: float, exists: Bool[Tensor, "b q"] | None = None
+    queries: Float[Tensor, "b hg q d"],
+    store: Store,
+    scale: float,
+    exists: Bool[Tensor, "b q"] | None = None,
+    sinks: Float[Tensor, "hg"] | None = None,
 ) -> Float[Tensor, "b hg q e"]:
     """Attention of the latest queries over everything that `store` holds, their own entries included.
 
     The `q` newest entries of each head were written by the queries: each sees those before it and itself. Where
     `exists` is False the query is padding, wrote nothing, and its output means nothing. Heads with equal storage are
-    computed together.
+    computed together. `sinks` are learned logits without a value, one per query head, in each softmax.
     """
     b, heads, q, d = queries.shape
     g = heads // store.heads
     if queries.dtype != store.keys.dtype:  # autocast
-        return attend(queries.to(store.keys.dtype), store, scale, exists).to(queries.dtype)
+        return attend(queries.to(store.keys.dtype), store, scale, exists, sinks).to(queries.dtype)
+    learned = None if sinks is None else sinks.view(store.heads, g).repeat(b, 1)
     if q == 1:
-        return _one_query(queries.reshape(1, b * store.heads, g, d), store, scale).view(b, heads, 1, -1)
+        return _one_query(queries.reshape(1, b * store.heads, g, d), store, scale, learned).view(b, heads, 1, -1)
     flat = queries.reshape(b * store.heads, g, q, d)
-    parts = [_many_queries(flat[run.heads], store, run, scale, exists) for run in store.runs()]
+    parts = [_many_queries(flat[run.heads], store, run, scale, exists, learned) for run in store.runs()]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(b, heads, q, -1)
 
 
-def _one_query(queries: Float[Tensor, "1 bh g d"], store: Store, scale: float) -> Float[Tensor, "1 bh g e"]:
+def _one_query(
+    queries: Float[Tensor, "1 bh g d"], store: Store, scale: float, sinks: Float[Tensor, "bh g"] | None
+) -> Float[Tensor, "1 bh g e"]:
     """A decode step, in as few calls as there can be: each costs as much as 100 entries on a CPU."""
     runs = store.runs()
     if len(runs) == 1:
         run = runs[0]
-        return weighted(queries, run.keys, run.values, run.bias, scale)
+        return _over(queries, run, run.bias, scale, None if sinks is None else sinks[None])
     each = torch.split(queries, store.run_sizes, dim=1)
     return torch.cat(
-        [weighted(part, run.keys, run.values, run.bias, scale) for part, run in zip(each, runs, strict=True)], dim=1
+        [
+            _over(part, run, run.bias, scale, None if sinks is None else sinks[None, run.heads])
+            for part, run in zip(each, runs, strict=True)
+        ],
+        dim=1,
     )
 
 
+def _over(
+    queries: Float[Tensor, "1 k q d"],
+    run: Run,
+    bias: Float[Tensor, "1 k #q c"],
+    scale: float,
+    sinks: Float[Tensor, "1 k q"] | None,
+) -> Float[Tensor, "1 k q e"]:
+    if sinks is None:
+        return weighted(queries, run.keys, run.values, bias, scale)
+    return weighted_with_sinks(queries, run.keys, run.values, bias, scale, sinks)
+
+
 def _many_queries(
-    queries: Float[Tensor, "k g q d"], store: Store, run: Run, scale: float, exists: Bool[Tensor, "b q"] | None
+    queries: Float[Tensor, "k g q d"],
+    store: Store,
+    run: Run,
+    scale: float,
+    exists: Bool[Tensor, "b q"] | None,
+    sinks: Float[Tensor, "bh g"] | None,
 ) -> Float[Tensor, "k g q e"]:
     k, g, q, _ = queries.shape
     device = queries.device
@@ -63,9 +91,14 @@ def _many_queries(
         some = slice(start, start + rows)
         bias = run.bias[0].masked_fill(slots > last[:, some, None], -torch.inf)
         if queries.is_cpu:
-            parts.append(weighted(queries[:, :, some], keys, values, bias[:, None], scale))
+            mine = queries[:, :, some], keys, values, bias[:, None], scale
+            if sinks is None:
+                parts.append(weighted(*mine))
+            else:
+                parts.append(weighted_with_sinks(*mine, sinks[run.heads, :, None]))
         else:  # matmuls would copy the keys for every query head of a group: queries of a group stand together
             packed = queries[:, :, some].reshape(1, k, -1, queries.shape[-1])
-            out = weighted(packed, run.keys, run.values, bias.repeat(1, g, 1)[None], scale)
+            learned = None if sinks is None else sinks[None, run.heads].repeat_interleave(bias.shape[1], dim=2)
+            out = _over(packed, run, bias.repeat(1, g, 1)[None], scale, learned)
             parts.append(out.view(k, g, -1, out.shape[-1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

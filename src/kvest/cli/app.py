@@ -1,4 +1,4 @@
-"""`kvest generate`, `kvest compare`, `kvest ls`."""
+"""`kvest generate`, `kvest compare`, `kvest compress`, `kvest ask`, `kvest ls`."""
 
 from __future__ import annotations
 
@@ -86,6 +86,38 @@ def compare(
     from kvest.cli.compare import compare as command
 
     command(policy or [], prompt_file, question, model, seed, max_new_tokens, dtype.value, device, json)
+
+
+@app.command()
+def compress(
+    document: Annotated[Path, typer.Argument(help="A text file; - reads standard input.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The cache file to write.")],
+    policy: Annotated[str, typer.Option(help=f"{POLICY_HELP} Default: kvest's own, at 0.25.")] = "",
+    model: Model = "smollm2",
+    seed: Seed = 0,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    json: Json = None,
+) -> None:
+    """Read a document, evict, and keep the cache in a file: `kvest ask` answers from it, as often as you like."""
+    from kvest.cli.compress import compress as command
+
+    command(document, output, policy, model, seed, dtype.value, device, json)
+
+
+@app.command()
+def ask(
+    file: Annotated[Path, typer.Argument(help="A cache file from `kvest compress`.")],
+    questions: Annotated[list[str], typer.Argument(help="One question, or several: each of the document alone.")],
+    model: Annotated[str, typer.Option(help="Where the model is, if not where the file says.")] = "",
+    max_new_tokens: MaxNewTokens = 128,
+    device: Device = "cpu",
+    json: Json = None,
+) -> None:
+    """Questions to a document that was read and evicted before; answers go to standard output."""
+    from kvest.cli.compress import ask as command
+
+    command(file, questions, model, max_new_tokens, device, json)
 
 
 @app.command(name="ls")

@@ -18,7 +18,7 @@ import kvest
 STDERR = Console(stderr=True)
 
 
-def read_document(path: Path | None) -> str | None:
+def read_document(path: Path | None, option: str = "--prompt-file ") -> str | None:
     """The text of a file, or of standard input for `-`; None where no file is given."""
     if path is None:
         return None
@@ -27,7 +27,7 @@ def read_document(path: Path | None) -> str | None:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ValueError(f"no file {str(path)!r}: give --prompt-file a text file, or - for standard input") from None
+        raise ValueError(f"no file {str(path)!r}: give {option}a text file, or - for standard input") from None
     except (UnicodeDecodeError, IsADirectoryError) as error:
         raise ValueError(f"cannot read {str(path)!r} as text in UTF-8: {error}") from None
     if not text.strip():

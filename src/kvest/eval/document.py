@@ -45,6 +45,11 @@ def prompt(tokenizer: Any, document: str, question: str, *, context: int | None 
     return Prompt(first, second)
 
 
+def question_alone(tokenizer: Any, question: str) -> Int[Tensor, "1 q"]:
+    """The tokens with which `prompt` asks this question, whatever the document was."""
+    return prompt(tokenizer, "x", question).question
+
+
 def _parts(tokenizer: Any, document: str, question: str) -> tuple[str, str]:
     """The text up to the end of the document, and the rest."""
     if getattr(tokenizer, "chat_template", None) is None:

@@ -7,6 +7,7 @@ the user had chosen computes attention, bit for bit.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from kvest.hf import compat
 from kvest.hf.layer import ATTRIBUTE, EvictionLayer, MaskLength
 
-_REFUSED = ("softcap", "s_aux", "position_bias")
+_REFUSED = ("softcap", "position_bias")
 """Arguments that change the logits in ways that weighted attention does not reproduce."""
 
 
@@ -36,21 +37,33 @@ def attention(
         return out
 
     layer: EvictionLayer | None = getattr(key, ATTRIBUTE, None)
-    if layer is None:
-        return exact()
-    _own(layer, module)
+    return exact() if layer is None else _over_held(layer, module, query, exact, kwargs)
+
+
+@compat.between_graphs
+def _over_held(
+    layer: EvictionLayer,
+    module: nn.Module,
+    query: Tensor,
+    exact: Callable[[], tuple[Tensor, Tensor | None]],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over what `layer` holds; then it is evicted, if that is due."""
+    _own(layer, module, kwargs.get("s_aux"))
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(f"kvest's attention does not support {name!r}, which {type(module).__name__} passes")
     scale = kwargs.get("scaling")
-    output = layer.attend(query, query.shape[-1] ** -0.5 if scale is None else float(scale), exact)
+    output = layer.attend(query, query.shape[-1] ** -0.5 if scale is None else float(scale), exact, kwargs.get("s_aux"))
     layer.session.after(layer)
     return output
 
 
-def _own(layer: EvictionLayer, module: nn.Module) -> None:
-    """Raise where the layer is used with another model than the one its cache was made for."""
+def _own(layer: EvictionLayer, module: nn.Module, sinks: Tensor | None) -> None:
+    """Raise where the layer is used with another model than the one its cache was made for, or sinks are kept back."""
     if layer.module is None:
+        if sinks is None and compat.learned_sinks(module):
+            raise ValueError(f"{type(module).__name__} learns attention sinks and does not pass them to its attention")
         model = layer.session.model()
         if model is not None and any(each is module for each in model.modules()):
             layer.module = weakref.ref(module)
@@ -66,6 +79,12 @@ def mask(*args: Any, inner: str, **kwargs: Any) -> Any:
     length = kwargs.get("kv_length")
     if not isinstance(length, MaskLength):
         return compat.inner_mask(inner)(*args, **kwargs)
+    return _mask_of_held(length, *args, inner=inner, **kwargs)
+
+
+@compat.between_graphs
+def _mask_of_held(length: MaskLength, *args: Any, inner: str, **kwargs: Any) -> Any:
+    """A pass of the cache that gave `length` starts here; its mask, if it needs one."""
     if kwargs.get("config", length.session.config) is not length.session.config:
         raise ValueError(_OTHER_MODEL)
     tokens = int(length) - length.columns

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvest.hf import attention, compat
+from kvest.hf import attention, compat, parallel, storage
+from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
-from kvest.hf.report import Report, make_report
+from kvest.hf.report import Report, make_report, merge
 from kvest.hf.session import Session
 from kvest.policy import Policy
 
@@ -39,7 +43,8 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
             )
         windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
         config = compat.text_config(model)
-        self.session = Session(model, policy, int(seed), config, evictable, rotation, windows)
+        share = parallel.share(model)
+        self.session = Session(model, policy, int(seed), config, evictable, rotation, windows, share)
         for index in evictable:
             layers[index] = EvictionLayer(index, self.session)
         super().__init__(layers=layers)
@@ -50,10 +55,16 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """What is kept, and when."""
         return self.session.policy
 
-    def report(self) -> Report:
-        """What is held now: entries, positions and weights of every head, bytes. Prints as a small table."""
-        return make_report(self.layers, self.session)
+    def report(self, all_processes: bool = False) -> Report:
+        """What is held now: entries, positions and weights of every head, bytes. Prints as a small table.
 
+        Where heads are split over processes: of this one, or of all of them together, if all of them ask.
+        """
+        report = make_report(self.layers, self.session)
+        share = self.session.share
+        return merge(share.gather_values(report)) if all_processes and share.size > 1 else report
+
+    @compat.between_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -71,6 +82,52 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """Tokens seen, padding included, as position ids and attention masks count; `report().kept` is what is held."""
         return int(super().get_seq_length(layer_idx))
 
+    def save(self, path: str | os.PathLike[str], **notes: Any) -> None:
+        """Write everything that is held to a file, atomically, with `notes` (plain values) in its header.
+
+        The file is safetensors; its header names policy, seed, tokens seen, versions, and a fingerprint of the model.
+        Decoding after `EvictionCache.load` is decoding without, bit for bit.
+
+        Raises RuntimeError after a pass that failed, ValueError for notes that are not plain or a cache whose heads are
+        split over processes, OSError where the file cannot be written.
+        """
+        model = self.session.model()
+        if model is None:
+            raise RuntimeError(
+                "this cache's model is gone, and its fingerprint with it: save before you drop the model"
+            )
+        if self.session.share.size > 1:
+            raise ValueError(
+                "this cache's heads are split over processes, and one file would hold those of one process: read "
+                "the document in one process to save it"
+            )
+        storage.save(self, model, path, notes)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> EvictionCache:
+        """The cache that was saved, on the devices of `model`.
+
+        Raises CacheFileError (a ValueError) for a file that is missing, cut off, foreign or changed, for another model,
+        and for the same one in another dtype.
+        """
+        return storage.load(path, model)
+
+    @contextmanager
+    def branch(self) -> Iterator[EvictionCache]:
+        """`with cache.branch(): ...` returns the cache to where it was, also after an error; branches may be nested.
+
+        What the cache holds is not copied: going back costs as much as what was appended in between. (The first branch
+        may move the entries of a cache once, to make room behind them.) Logits of later tokens agree with those of a
+        cache that was never branched up to rounding, the entries exactly.
+        """
+        mark = Mark(self)
+        self.session.marks.append(mark)
+        try:
+            yield self
+        finally:
+            self.session.marks.remove(mark)
+            mark.back(self)
+
     def reset(self) -> None:
         """Empty the cache for another prompt."""
         self.session.reset()
@@ -84,6 +141,8 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
         if tokens_to_remove < 0:
+            if self.session.marks:
+                self.session.marks[-1].check_crop(self, -tokens_to_remove)
             for index, layer in enumerate(self.layers):
                 window = getattr(layer, "sliding_window", None)
                 if not isinstance(layer, EvictionLayer) and (window is None or layer.get_seq_length() >= window):
@@ -93,6 +152,20 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
                     )
             self.session.crop(-tokens_to_remove)
             super().crop(tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding calls this before its first draft, which it will take back with `crop`.
+
+        Raises ValueError where an eviction could come between, or a bounded layer let go of what it would need.
+        """
+        self.session.expect_drafts()
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, EvictionLayer):
+                raise ValueError(
+                    f"assisted decoding takes drafts back, and layer {index} ({type(layer).__name__}) lets go of what "
+                    "came before them. Leave out assistant_model and prompt_lookup_num_tokens"
+                )
+        super().activate_past_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -24,6 +24,19 @@ PREFIX = "kvest_"
 
 CACHE_ARGUMENT = "cache" if version.parse(transformers.__version__) >= version.parse("5.24") else "past_key_values"
 """What a model's forward and generate call their cache."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def between_graphs(function: _Function) -> _Function:
+    """`function`, left alone by torch.compile: a compiled step is interrupted there, once for all tokens."""
+    reason = (
+        "what a kvest.EvictionCache holds grows with every token, and no single graph can hold it: leave out "
+        "fullgraph=True (the rest of the model is still compiled)"
+    )
+    alone: _Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]  # of torch
+    return alone
 
 
 class UnsupportedModel(ValueError):
@@ -48,14 +61,26 @@ def check(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             model, "its latent attention (MLA) has no keys per head that could be kept or dropped", stock
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    declares = getattr(model, "_supports_attention_backend", False)
+    dispatches = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")  # hybrids do, undeclared
+    if not (declares or (dispatches and getattr(model, "_is_stateful", False))):
         raise UnsupportedModel(
             model, "its attention cannot be exchanged through transformers' AttentionInterface", stock
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModel(model, "it caps attention logits (softcap), which kvest does not do yet", stock)
-    if any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
-        raise UnsupportedModel(model, "it learns attention sinks, which kvest does not add to the softmax yet", stock)
+    name = (model.config._attn_implementation or "sdpa").removeprefix(PREFIX)
+    if name not in ("eager", "flex_attention") and any(learned_sinks(module) for module in model.modules()):
+        raise UnsupportedModel(
+            model,
+            f"it learns attention sinks, which {name!r} attention may leave out",
+            "Load it with attn_implementation='eager', or use the stock cache",
+        )
+
+
+def learned_sinks(module: nn.Module) -> bool:
+    """Whether an attention module has a learned logit per query head that takes part in each softmax."""
+    return isinstance(getattr(module, "sinks", None), nn.Parameter)
 
 
 def stock_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
@@ -64,14 +89,16 @@ def stock_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
     evictable = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for i, layer in enumerate(layers):
         bounded = isinstance(layer, DynamicSlidingWindowLayer) or not isinstance(layer, DynamicLayer)
-        if i not in evictable and (
-            not bounded or type(layer).__name__ == "DummyLayer" or "And" in type(layer).__name__
-        ):
-            raise UnsupportedModel(
-                model,
-                f"layer {i} keeps its cache in a {type(layer).__name__}, which kvest does not know",
-                "Use the stock cache",
-            )
+        kind = type(layer).__name__
+        if kind == "DummyLayer":
+            reason = f"layer {i} has no cache of its own (it reads another layer's, or has no attention)"
+        elif "LinearAttentionAnd" in kind:
+            reason = f"layer {i} keeps softmax attention and a recurrent state in one cache layer ({kind})"
+        elif i in evictable or bounded:
+            continue
+        else:
+            reason = f"layer {i} keeps its cache in a {kind}, which kvest does not know"
+        raise UnsupportedModel(model, reason, "Use the stock cache")
     if not evictable:
         raise UnsupportedModel(
             model,
@@ -156,9 +183,11 @@ def rotation(model: PreTrainedModel) -> Rotation | None:
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         kwargs = {"layer_type": "full_attention"} if layered else {}
         cos, sin = embedding(like, positions[None], **kwargs)
-        return cos[0], sin[0]
+        return cos[0].to(positions.device), sin[0].to(positions.device)
 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if rotate(torch.zeros(1, dtype=torch.int64, device=model.device))[0].shape[-1] != width:
+    # Where weights are offloaded, the model's own device is meta.
+    device = next((buffer.device for buffer in embedding.buffers() if not buffer.is_meta), torch.device("cpu"))
+    if rotate(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[-1] != width:
         return None  # a partial rotation
     return rotate

@@ -41,7 +41,6 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False
 
     def __init__(self, index: int, session: Session) -> None:
         super().__init__()
@@ -60,6 +59,10 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     # -- what transformers asks of a layer
 
+    @property
+    def is_croppable(self) -> bool:
+        return self.session.policy.every is None and not self.session.evicted
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
         wide = key_states.shape[3] * key_states.element_size() + value_states.shape[3] * value_states.element_size()
@@ -75,6 +78,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.24
 
+    @compat.between_graphs  # which would take the length for any number
     def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
         length = MaskLength(self.columns + compat.query_length(queries))
         length.session, length.columns = self.session, self.columns
@@ -91,6 +95,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
                 "between cache and attention that kvest does not know. Use the stock cache for it"
             )
         step = session.plan(key_states, value_states)
+        exists = None if step.exists is None else step.exists.to(key_states.device)
         session.waiting = self.index
         self.columns += key_states.shape[2]
         if self.store is None:
@@ -99,7 +104,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             self.values = torch.cat([self.values, value_states], dim=2) if grown else own(value_states)
             keys, values = self.keys.view_as(self.keys), self.values
         else:
-            self.store.append(key_states, value_states, session.positions(key_states.device), step.exists)
+            self.store.append(key_states, value_states, session.positions(key_states.device), exists)
             keys, values = key_states.view_as(key_states), value_states
         setattr(keys, ATTRIBUTE, self)
         return keys, values
@@ -132,7 +137,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             return
         self.columns -= count
         if self.store is not None:
-            self.store.crop(count)
+            self.store.cut([n - count for n in self.store.lengths])
         else:
             self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
         if self.queries:
@@ -140,16 +145,66 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     # -- what kvest does
 
+    def mark(self) -> dict[str, Any]:
+        """What `back` needs to return here. Nothing is copied: entries that are held are never written to again."""
+        names = ("keys", "values", "is_initialized", "columns", "store")
+        lengths = None if self.store is None else list(self.store.lengths)
+        return {**{name: getattr(self, name) for name in names}, "queries": list(self.queries), "lengths": lengths}
+
+    def back(self, mark: dict[str, Any]) -> None:
+        """Return to where `mark` was made."""
+        lengths = mark.pop("lengths")
+        self.__dict__.update(mark, observed=None)
+        if self.store is not None:
+            self.store.cut(lengths)
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(plain values, tensors) from which `load` makes an equal layer."""
+        if not self.is_initialized:
+            return {}, {}
+        tensors = {} if not self.queries else {"queries": torch.cat(self.queries, dim=2)}
+        values = {"columns": self.columns, "token_bytes": self.token_bytes}
+        if self.store is None:
+            return values, {**tensors, "keys": self.keys, "values": self.values}
+        held = self.store.retained()
+        names = ("keys", "values", "log_weights", "positions", "history")
+        tensors |= {name: x for name in names if (x := getattr(held, name)) is not None}
+        return {**values, "counts": held.counts, "capacities": self.store.capacities}, tensors
+
+    def load(self, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Become the layer that `saved` described."""
+        self.reset()
+        if not values:
+            return
+        self.columns, self.token_bytes = values["columns"], values["token_bytes"]
+        self.device, self.dtype, self.is_initialized = tensors["keys"].device, tensors["keys"].dtype, True
+        self.queries = [tensors.pop("queries")] if "queries" in tensors else []
+        if "counts" not in values:
+            self.keys, self.values = tensors["keys"], tensors["values"]
+            return
+        self.store = Store(Retained(**tensors, counts=tuple(tuple(row) for row in values["counts"])))
+        if self.store.capacities != values["capacities"]:
+            self.store.make_room(values["capacities"])
+
     def attend(
-        self, queries: Float[Tensor, "b hg q d"], scale: float, exact: Callable[[], tuple[Tensor, Tensor | None]]
+        self,
+        queries: Float[Tensor, "b hg q d"],
+        scale: float,
+        exact: Callable[[], tuple[Tensor, Tensor | None]],
+        sinks: Float[Tensor, "hg"] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of the new tokens; then evict, if the layer is due. `exact` computes it as without kvest."""
+        """Attention of the new tokens; then evict, if the layer is due. `exact` computes it as without kvest.
+
+        `sinks` are learned logits without a value, one per query head. They join the softmax over what is held;
+        proposals and corrections compare entries with one another, by probabilities that leave them out.
+        """
         session = self.session
         step = session.planned()
         if self.store is None:
             output = exact()
         else:
-            output = attend(queries, self.store, scale, step.exists).transpose(1, 2).contiguous(), None
+            exists = None if step.exists is None else step.exists.to(queries.device)
+            output = attend(queries, self.store, scale, exists, sinks).transpose(1, 2).contiguous(), None
         session.waiting = None
         self.scale = scale
         with torch.no_grad():
@@ -195,7 +250,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     def stream(self) -> Stream:
         """The layer's random numbers of this round."""
-        return Stream(self.session.seed, self.index, tuple(self.session.rounds))
+        return Stream(self.session.seed, self.index, tuple(self.session.rounds), self.session.share.first_head)
 
     def settle(self, retained: Retained) -> None:
         """Hold what was kept, and nothing else."""

@@ -22,14 +22,15 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
     device = layer.device
     seen = torch.tensor([n + a for n, a in zip(session.seen, step.added, strict=True)], device=device)
     due = torch.tensor(step.due, device=device)
-    exists = session.tail_exists()
+    exists, watched = session.tail_exists(), step.watched  # on the device of the mask, which may be another
+    exists, watched = (None if flags is None else flags.to(device) for flags in (exists, watched))
     if layer.store is None:
         keys, values, log_weights, positions, lengths = _whole(layer.keys, layer.values, seen, exists)
         history = None
     else:
         keys, values, log_weights, positions, lengths, history = _stored(layer.store)
     b, h, t, d = keys.shape
-    queries, query_lengths = _queries(layer.queries, step.watched)
+    queries, query_lengths = _queries(layer.queries, watched)
     if queries is None:
         queries, query_lengths = keys.new_empty(b, h, 0, d), torch.zeros_like(seen)
     heads, q = queries.shape[1:3]
@@ -49,6 +50,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
         window=session.policy.window,
         history=history,
         rotation=session.rotation,
+        split=session.share.split,
     )
 
 
@@ -83,7 +85,9 @@ def _queries(parts: list[Float[Tensor, "b hg _ d"]], watched: Tensor | None) -> 
     if watched is None:
         return queries, torch.full((b,), q, device=queries.device)
     mine = watched[:, watched.shape[1] - q :]
-    return align(queries, mine), mine.sum(dim=1)
+    lengths = mine.sum(dim=1)
+    most = int(lengths.max())  # with padding there may be more columns than entries
+    return align(queries, mine)[:, :, q - most :], lengths
 
 
 def align(x: Float[Tensor, "b h n d"], exists: Bool[Tensor, "b n"]) -> Float[Tensor, "b h n d"]:

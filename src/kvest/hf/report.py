@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
 from kvest.hf.session import Session
 from kvest.retain import Run, Store
@@ -90,6 +91,23 @@ def make_report(layers: list[Any], session: Session) -> Report:
     )
 
 
+def merge(parts: list[Report]) -> Report:
+    """One report of all processes that the heads are split over, in the order of their heads."""
+
+    def join(name: str) -> list[list[list[Tensor]]]:
+        layers = zip(*(getattr(part, name) for part in parts), strict=True)
+        return [[[head for part in row for head in part] for row in zip(*layer, strict=True)] for layer in layers]
+
+    return replace(
+        parts[0],
+        kept=torch.cat([part.kept for part in parts], dim=2),
+        kept_bytes=sum(part.kept_bytes for part in parts),
+        full_bytes=sum(part.full_bytes for part in parts),
+        positions=join("positions"),
+        log_weights=join("log_weights"),
+    )
+
+
 def _layer(layer: Any, rows: int, session: Session) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """(positions, log weights) of one layer, [b][h]."""
     if isinstance(layer, EvictionLayer) and layer.store is not None:
@@ -152,5 +170,5 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, list | tuple):
         for value in x:
             yield from _tensors(value)
-    elif isinstance(x, Store | Run):
+    elif isinstance(x, Store | Run | Mark):
         yield from _tensors(vars(x))

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from kvest.budget import Footprint
+from kvest.hf.parallel import Share
 from kvest.policy import Policy
 from kvest.random import Stream
 from kvest.types import Observation, Proposal, Retained, Rotation
@@ -26,6 +27,16 @@ INDEX_BYTES = 8
 
 HISTORY_BYTES = 4
 """Bytes of the attention that an entry collected so far, float32, where a later round needs it."""
+
+
+_DRAFTS = "assisted decoding takes drafts back, and"
+_WITHOUT = "Leave out assistant_model and prompt_lookup_num_tokens"
+
+STATE = (
+    *("columns", "seen", "held", "rounds", "evicted", "padded"),
+    *("exists", "tail", "watched", "watched_columns", "prompt_tokens", "drafts"),
+)
+"""What of a session changes with every pass."""
 
 
 @runtime_checkable
@@ -74,10 +85,12 @@ class Session:
         evictable: list[int],
         rotation: Rotation | None,
         window_tokens: int,
+        share: Share,
     ) -> None:
         self.model, self.policy, self.seed, self.config = weakref.ref(model), policy, seed, config
-        self.evictable, self.rotation = evictable, rotation
+        self.evictable, self.rotation, self.share = evictable, rotation, share
         self.window_tokens = window_tokens  # summed over bounded layers: what they hold at most
+        self.marks: list[Any] = []  # of branches that are open: what they keep alive is held by this cache
         self.reset()
 
     def reset(self) -> None:
@@ -95,13 +108,25 @@ class Session:
         self.waiting: int | None = None  # a layer whose keys the attention function has not seen yet
         self.pending: list[Evictable] = []  # layers of this pass that wait for the others to compete with
         self.prompt_tokens = 0
+        self.drafts = False  # whether the first pass will hold tokens that may be taken back
+
+    def state(self) -> dict[str, Any]:
+        """Everything between two passes. Raises RuntimeError where a pass did not finish."""
+        if self.step is not None:
+            raise RuntimeError("the last pass over this cache did not finish: call cache.reset(), or make a new one")
+        return {name: copy.copy(getattr(self, name)) for name in STATE}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Return to a `state`; a pass that did not finish is forgotten."""
+        vars(self).update(state, step=None, waiting=None, pending=[])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """A session of its own for a copied cache; model, policy and config stay shared."""
         new = copy.copy(self)
         memo[id(self)] = new
+        new.marks = []
         for name, value in vars(self).items():
-            if name not in ("model", "policy", "config", "evictable", "rotation"):
+            if name not in ("marks", "model", "policy", "config", "evictable", "rotation"):
                 setattr(new, name, copy.deepcopy(value, memo))
         return new
 
@@ -164,6 +189,8 @@ class Session:
             )
         if not step.due:
             rows, heads, _, width = keys.shape
+            self.share.check(heads)
+            heads *= self.share.size  # a budget of bytes is for the whole cache
             wide = (width + values.shape[-1]) * keys.element_size()
             carried = HISTORY_BYTES if self.remembers and self.policy.propose.carries else 0
             footprint = Footprint(
@@ -184,6 +211,8 @@ class Session:
                     due = held > budget if added > 1 else held >= budget + policy.every
                 step.budgets.append(budget)
                 step.due.append(due)
+            if self.drafts and any(step.due):
+                self._refuse_drafts()
             self._note_chunks(step)
             self._watch(step, keys.device)
         return step
@@ -196,7 +225,8 @@ class Session:
         if all(step.due) or not self.remembers:
             step.left, step.left_columns = None, 0
         elif any(step.due):
-            waits = ~torch.tensor(step.due, device=device)[:, None]
+            where = device if step.watched is None else step.watched.device
+            waits = ~torch.tensor(step.due, device=where)[:, None]
             left = waits.expand(-1, columns) if step.watched is None else step.watched & waits
             used = left.any(dim=0)
             step.left_columns = columns - int(used.long().argmax()) if bool(used.any()) else 0
@@ -241,7 +271,7 @@ class Session:
         self.tail = 0 if evicts else self.tail + step.tokens
         self.evicted = self.evicted or evicts
         self.watched, self.watched_columns = step.left, step.left_columns
-        self.step = None
+        self.step, self.drafts = None, False
 
     def tail_exists(self) -> Bool[Tensor, "b n"] | None:
         """Which columns since the last eviction are real, those of the current pass included; None: all."""
@@ -259,6 +289,23 @@ class Session:
                 new = torch.arange(step.tokens, device=device) if step.exists is None else step.exists.cumsum(1) - 1
                 step.positions = start + new.to(device)
         return step.positions
+
+    def expect_drafts(self) -> None:
+        """The next pass holds drafts besides the prompt. Raises ValueError where that could not be right."""
+        if self.policy.every is not None:
+            raise ValueError(f"{_DRAFTS} {self.policy} goes on evicting with them among its entries. {_WITHOUT}")
+        if self.columns > 0:
+            raise ValueError(
+                f"assisted decoding reads the whole prompt, and this cache has seen {self.columns} tokens already. "
+                f"{_WITHOUT}"
+            )
+        self.drafts = True
+
+    def _refuse_drafts(self) -> None:
+        self.drafts = False
+        raise ValueError(
+            f"{_DRAFTS} {self.policy} is due after this first pass, which holds some besides the prompt. {_WITHOUT}"
+        )
 
     def crop(self, count: int) -> None:
         """Forget the latest `count` columns, all of them real and newer than the last eviction."""
@@ -297,4 +344,4 @@ def _join(before: Bool[Tensor, "b m"] | None, columns: int, step: Step) -> Bool[
     if before is None:
         before = torch.ones(rows, columns, dtype=torch.bool, device=device)
     now = step.exists if step.exists is not None else torch.ones(rows, step.tokens, dtype=torch.bool, device=device)
-    return torch.cat([before, now], dim=1)
+    return torch.cat([before, now.to(device)], dim=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from kvest.observe import attended
 from kvest.propose._base import Propose, last, propose_score, value_norms
@@ -15,9 +17,9 @@ from kvest.types import Observation, Proposal
 class LastQuery(Propose):
     """score_i = mean_g p_t(i) norm(v_i)      (t: the last query)
 
-    `values=False` leaves norm(v_i) out; `layer=True` averages p over all heads of the layer.
-    Source: pi_min of A Probabilistic Interpretation of KV Cache Eviction. `last_query(values=False, layer=True)` is
-    TOVA, arXiv:2401.06104.
+    `values=False` leaves norm(v_i) out; `layer=True` averages p over all heads of the layer, by position (0 in those
+    that evicted i). Source: pi_min of A Probabilistic Interpretation of KV Cache Eviction.
+    `last_query(values=False, layer=True)` is TOVA, arXiv:2401.06104.
     """
 
     values: bool = True
@@ -32,5 +34,18 @@ class LastQuery(Propose):
         weights = torch.ones_like(newest.query_lengths, dtype=torch.float32)[:, None]
         score = attended(newest, weights)
         if self.layer:
-            score = score.mean(dim=1, keepdim=True).expand_as(score)
+            score = over_heads(observation, score)
         return propose_score(observation, score * value_norms(observation) if self.values else score)
+
+
+def over_heads(observation: Observation, score: Float[Tensor, "b h t"]) -> Float[Tensor, "b h t"]:
+    """The mean over all heads of the layer, in whatever process: by position, as heads may hold different entries
+
+    A head that does not hold a position any more counts with 0.
+    """
+    b, h, _ = score.shape
+    end = int(observation.seen.max())  # one slot more, for what is missing
+    where = observation.positions.masked_fill(~observation.valid, end)
+    table = score.new_zeros(b, h, end + 1).scatter_(2, where, score)
+    mean = torch.cat(observation.split.gather(table), dim=1).mean(dim=1, keepdim=True)
+    return mean.expand(b, h, end + 1).gather(2, where) * observation.valid

@@ -14,7 +14,7 @@ from kvest.types import Observation, Proposal
 class WithCertain(Propose):
     """The score of `proposal`; the floor(share * budget) entries that `by` ranks first are certain to stay
 
-    Sinks and window come on top of that share, and are not counted in it.
+    Sinks and window come on top of that share, and are not counted in it; nor is what `proposal` is certain of.
     Novelty (`by=keydiff`) guards what nobody has asked for yet, attention samples the rest: continuation and retrieval
     want different entries. Source: ours.
     """
@@ -46,7 +46,7 @@ class WithCertain(Propose):
 
     def __call__(self, observation: Observation) -> Proposal:
         inner = self.proposal(observation)
-        taken = observation.protected
+        taken = observation.protected | inner.certain
         by = self.by(observation).score
         if not torch.isfinite(by).all():  # the policy reports it, as for the sampled proposal
             return replace(inner, score=by)

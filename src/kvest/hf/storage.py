@@ -1,0 +1,282 @@
+"""A cache in a file: safetensors, whose header says what it is, of which model, and how far it has read.
+
+The file is written whole or not at all. Whoever reads one gets the cache that was saved, bit for bit, or an error that
+says why not: the header carries a checksum of everything, and a fingerprint of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvest
+from kvest.hf.compat import text_config
+from kvest.hf.layer import EvictionLayer
+
+if TYPE_CHECKING:
+    from kvest.hf.cache import EvictionCache
+
+FORMAT = "kvest-cache"
+VERSION = 1
+_VOLATILE = {
+    *("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"),
+    *("_attn_implementation", "_attn_implementation_internal", "attn_implementation", "output_attentions"),
+}
+"""Parts of a config that do not change what a model computes."""
+
+
+class CacheFileError(ValueError):
+    """A file that cannot be read as a cache of this model: names the file, the reason and the way out."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str, way_out: str) -> None:
+        super().__init__(f"cannot load a cache from {os.fspath(path)!r}: {reason}. {way_out}")
+
+
+@dataclass(frozen=True)
+class CacheHeader:
+    """What a cache file says about itself; `kvest.cache_header(path)` reads it without the tensors.
+
+    `seen` counts the real tokens of each row. `config` and `weights` are fingerprints of the model (`weights` is None
+    where some are not in memory), `notes` what the caller of `save` had to say.
+    """
+
+    policy: str
+    seed: int
+    seen: list[int]
+    model: str
+    config: str
+    weights: str | None
+    dtype: str
+    kvest: str
+    transformers: str
+    notes: dict[str, Any]
+    session: dict[str, Any]
+    layers: list[dict[str, Any]]
+
+
+def save(cache: EvictionCache, model: PreTrainedModel, path: str | os.PathLike[str], notes: Mapping[str, Any]) -> None:
+    """Write the cache to `path`, atomically."""
+    state = cache.session.state()
+    tensors: dict[str, Tensor] = {}
+    layers = [_describe(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
+    session = _split(state, "session.", tensors)
+    tensors = {name: x.detach().contiguous().cpu() for name, x in tensors.items()}
+    header = CacheHeader(
+        policy=str(cache.policy),
+        seed=cache.session.seed,
+        seen=list(cache.session.seen),
+        **_identity(model),
+        dtype=_dtype(cache.layers) or str(model.dtype).removeprefix("torch."),
+        kvest=kvest.__version__,
+        transformers=transformers.__version__,
+        notes=dict(notes),
+        session=session,
+        layers=layers,
+    )
+    try:
+        text = json.dumps(asdict(header), sort_keys=True)
+    except TypeError as error:
+        raise ValueError(f"notes must be plain values that JSON can hold: {error}") from None
+    metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "sha256": _digest(text, tensors)}
+    _write(Path(path), tensors, metadata)
+
+
+def load(path: str | os.PathLike[str], model: PreTrainedModel) -> EvictionCache:
+    """The cache that was saved, for the same model."""
+    from kvest.hf.cache import EvictionCache
+
+    header, tensors = _read(path, tensors=True)
+    _check(path, header, model)
+    cache = EvictionCache(model, header.policy, seed=header.seed)
+    devices = _devices(model)
+    for i, (layer, record) in enumerate(zip(cache.layers, header.layers, strict=True)):
+        prefix = f"layers.{i}."
+        device = devices.get(i, model.device)
+        mine = {n.removeprefix(prefix): x.to(device) for n, x in tensors.items() if n.startswith(prefix)}
+        if type(layer).__name__ != record["kind"]:
+            raise CacheFileError(
+                path,
+                f"layer {i} was a {record['kind']} in transformers {header.transformers}, here it is a "
+                f"{type(layer).__name__} ({transformers.__version__})",
+                "Save it anew",
+            )
+        _restore(layer, record, mine)
+    state = {**header.session}
+    state |= {n.removeprefix("session."): x.to(model.device) for n, x in tensors.items() if n.startswith("session.")}
+    cache.session.restore(state)
+    return cache
+
+
+def cache_header(path: str | os.PathLike[str]) -> CacheHeader:
+    """What a cache file says about itself, read without its tensors (so that the checksum is not looked at).
+
+    Raises CacheFileError (a ValueError) where it is no cache file of a known version.
+    """
+    return _read(path, tensors=False)[0]
+
+
+# -- layers
+
+
+def _describe(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Plain values of one layer; its tensors go to `tensors`."""
+    record = {"kind": type(layer).__name__}
+    if isinstance(layer, EvictionLayer):
+        values, mine = layer.saved()
+        tensors |= {prefix + name: x for name, x in mine.items()}
+        return {**record, **values}
+    values = {name: x for name, x in vars(layer).items() if isinstance(x, Tensor | bool | int | float | str | None)}
+    return {**record, **_split(values, prefix, tensors)}
+
+
+def _restore(layer: Any, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    values = {name: x for name, x in record.items() if name != "kind"}
+    if isinstance(layer, EvictionLayer):
+        layer.load(values, tensors)
+        return
+    vars(layer).update(values, **tensors)
+    if "keys" in tensors:
+        layer.dtype, layer.device = tensors["keys"].dtype, tensors["keys"].device
+
+
+def _split(values: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The plain values among these; tensors go to `tensors`."""
+    tensors |= {prefix + name: x for name, x in values.items() if isinstance(x, Tensor)}
+    return {name: x for name, x in values.items() if not isinstance(x, Tensor)}
+
+
+def _dtype(layers: list[Any]) -> str | None:
+    """Of the keys that are held."""
+    held = (getattr(layer, "dtype", None) for layer in layers if getattr(layer, "is_initialized", False))
+    return next((str(dtype).removeprefix("torch.") for dtype in held if dtype is not None), None)
+
+
+def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where each layer's attention computes, as far as its weights tell."""
+    found = {}
+    for module in model.modules():
+        index, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if isinstance(index, int) and weight is not None and weight.device.type != "meta":
+            found[index] = weight.device
+    return found
+
+
+# -- the model
+
+
+def _identity(model: PreTrainedModel) -> dict[str, Any]:
+    """Its name and fingerprints."""
+    name = model.config._name_or_path
+    config = {k: v for k, v in text_config(model).to_dict().items() if k not in _VOLATILE}
+    text = json.dumps(config, sort_keys=True, default=str)
+    return {
+        "model": f"{type(model).__name__}{f' ({name})' if name else ''}",
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "weights": _weights(model),
+    }
+
+
+@torch.no_grad()
+def _weights(model: PreTrainedModel) -> str | None:
+    """A checksum of a few numbers of every weight: two models of one architecture differ in them."""
+    samples = []
+    for parameter in model.parameters():
+        if parameter.device.type == "meta":
+            return None
+        flat = parameter.reshape(-1)
+        samples.append(flat[:: max(1, len(flat) // 8)][:8].float().cpu())
+    return hashlib.sha256(torch.cat(samples).numpy().tobytes()).hexdigest()
+
+
+def _check(path: str | os.PathLike[str], header: CacheHeader, model: PreTrainedModel) -> None:
+    """Raise CacheFileError where the file belongs to another model, or to this one in another dtype."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    mine = _identity(model)
+    written = f"It was saved with kvest {header.kvest} and transformers {header.transformers}"
+    if header.config != mine["config"]:
+        raise CacheFileError(
+            path,
+            f"it belongs to {header.model}, whose config differs from that of this {mine['model']}",
+            f"{written} (this is {transformers.__version__}): load it with that model, or save it anew",
+        )
+    if header.dtype != dtype:
+        raise CacheFileError(
+            path,
+            f"it holds {header.dtype}, and the model computes in {dtype}",
+            f"Load the model with dtype=torch.{header.dtype}, or save it anew",
+        )
+    if None not in (header.weights, mine["weights"]) and header.weights != mine["weights"]:
+        raise CacheFileError(
+            path,
+            f"it belongs to {header.model} with other weights than this {mine['model']}",
+            f"{written}: save it anew",
+        )
+
+
+# -- the file
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {str(path)!r}: no folder {str(path.parent)!r}")
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
+    try:
+        save_file(tensors, scratch, metadata=metadata)
+        with open(scratch, "rb+") as file:
+            os.fsync(file.fileno())
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def _read(path: str | os.PathLike[str], *, tensors: bool) -> tuple[CacheHeader, dict[str, Tensor]]:
+    if not Path(path).is_file():
+        raise CacheFileError(path, "there is no such file", "cache.save(path) writes one")
+    anew = "Save the cache anew"
+    try:
+        with safetensors.safe_open(os.fspath(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            held = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CacheFileError(path, f"it is cut off, or no safetensors file at all ({error})", anew) from None
+    if metadata.get("format") != FORMAT:
+        raise CacheFileError(path, "it is a safetensors file, but no kvest cache", "cache.save(path) writes one")
+    if metadata.get("version") != str(VERSION):
+        raise CacheFileError(
+            path,
+            f"it has format {metadata.get('version')}, and kvest {kvest.__version__} knows format {VERSION}",
+            "Read it with the version of kvest that wrote it, or save the cache anew",
+        )
+    text = metadata.get("header", "")
+    if tensors and metadata.get("sha256") != _digest(text, held):
+        raise CacheFileError(path, "it was changed after it was written: its checksum does not match", anew)
+    try:
+        return CacheHeader(**json.loads(text)), held
+    except (ValueError, TypeError) as error:
+        raise CacheFileError(path, f"its header cannot be read ({error})", anew) from None
+
+
+def _digest(header: str, tensors: dict[str, Tensor]) -> str:
+    """sha256 of the header and of every tensor's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{FORMAT} {VERSION} {header}".encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        if x.numel():
+            digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
