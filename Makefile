@@ -5,13 +5,35 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check bench needles setup clean
+# The releases of transformers that the model tests run on: one file of pins each, and the newest, that of constraints.txt.
+RELEASES := $(sort $(basename $(notdir $(wildcard constraints/*.txt))))
+MODEL_TESTS := tests/test_smoke.py tests/test_structure.py tests/test_cli.py $(sort $(wildcard tests/test_hf_*.py))
+
+PIP_OF = .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/$*/pins.txt
+
+.PHONY: demo test test-versions test-oldest check bench needles setup clean
 
 demo: $(READY)  ## hide a fact in a long speech, evict before the question is known, ask, and print what it cost
 	$(BIN)/kvest compare
 
 test: $(READY)  ## every test, those on the real models included
 	$(BIN)/python -m pytest
+
+test-versions: $(RELEASES:%=test-%) $(READY)  ## the model tests on every supported release of transformers
+	$(BIN)/python -m pytest -m "not slow" $(MODEL_TESTS)
+
+test-oldest: test-$(firstword $(RELEASES))  ## the model tests on the oldest one
+
+test-%: .venvs/%/.ready
+	.venvs/$*/bin/python -m pytest -m "not slow" $(MODEL_TESTS)
+
+# The pins of constraints.txt, but where the release has its own; no demo, no linters.
+.venvs/%/.ready: pyproject.toml constraints.txt constraints/%.txt
+	test -x .venvs/$*/bin/python || $(PYTHON) -m venv .venvs/$*
+	awk -F'[=#]' 'NR == FNR { own[$$1]; print; next } !($$1 in own)' constraints/$*.txt constraints.txt > .venvs/$*/pins.txt
+	$(PIP_OF) "torch"
+	$(PIP_OF) -e ".[test]"
+	touch $@
 
 check: $(READY)  ## style and types
 	$(BIN)/ruff check .
@@ -40,4 +62,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis

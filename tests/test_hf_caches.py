@@ -17,7 +17,7 @@ POLICIES = (
 
 
 def test_two_caches_interleaved_on_one_model_equal_two_separate_runs(tiny_model, generator):
-    """Prompt A, prompt B, then turn by turn; bit for bit."""
+    """Fault 4: Prompt A, prompt B, then turn by turn; bit for bit."""
     model = tiny_model()
     texts = [[tokens(generator, n) for n in sizes] for sizes in ((131, 11, 1, 1, 7), (83, 2, 1, 1, 29))]
     caches = [kvest.EvictionCache(model, policy, seed) for seed, policy in enumerate(POLICIES)]

@@ -13,6 +13,7 @@ CHUNKED = ("h2o(values=True)+one_threshold/systematic/tempered(0.85)@47, every=7
 
 @pytest.mark.parametrize(("policy", "budgets"), [(CHUNKED[0], [47] * 5), (CHUNKED[1], [21, 42, 63, 84, 106])])
 def test_chunked_prefill_by_hand_holds_the_budget_after_every_chunk(tiny_model, generator, policy, budgets):
+    """Fault 7: the budget holds after each of them, not the first alone."""
     model = tiny_model()
     pieces = Pieces(model, kvest.EvictionCache(model, policy))
     for number, budget in enumerate(budgets, start=1):
@@ -93,7 +94,7 @@ def test_turns_of_other_lengths_under_a_one_shot_policy_warn_of_nothing(tiny_mod
 
 
 def test_later_turns_are_evicted_under_a_standing_fraction(tiny_model, generator):
-    """100 + 300 tokens at half: 50, then 200; not 350."""
+    """Fault 8: 100 + 300 tokens at half: 50, then 200; not 350."""
     model = tiny_model()
     cache = kvest.EvictionCache(model, "uniform/systematic/inclusion@0.5, every=64")
     feed(model, cache, tokens(generator, 100))

@@ -151,7 +151,7 @@ def test_budgets_too_small_for_sinks_and_window_are_refused(tiny_model, generato
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_budget_of_bytes_below_the_least_possible_is_refused_and_the_least_works(tiny_model, generator, rows):
-    """72 bytes for each of 20 entries in 6 heads."""
+    """Fault 13: 72 bytes for each of 20 entries in 6 heads."""
     least = 72 * 20 * 6 * rows
     model, prompt = tiny_model(), tokens(generator, 37, rows=rows)
     with pytest.raises(ValueError, match=f"{least - 1}B cannot hold.*least possible is {least} bytes"):

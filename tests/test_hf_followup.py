@@ -12,6 +12,7 @@ from hf_tools import HEADS, POLICIES, Pieces, feed, same_entries, sharpen, singl
 
 @pytest.mark.parametrize(("policy", "count"), [(POLICIES[2], 2), *((policy, 37) for policy in POLICIES)])
 def test_a_question_fed_at_once_equals_token_by_token(tiny_model, generator, policy, count):
+    """Fault 5: whatever the counts of the heads and the length of the question."""
     model = tiny_model(layers=2)
     prompt, question = tokens(generator, 211), tokens(generator, count)
     at_once, one_by_one = (kvest.EvictionCache(model, policy) for _ in range(2))
@@ -22,7 +23,7 @@ def test_a_question_fed_at_once_equals_token_by_token(tiny_model, generator, pol
 
 
 def test_a_question_of_a_thousand_tokens_equals_token_by_token(tiny_model, generator):
-    """Longer than the cache, and through many steps of growing storage."""
+    """Fault 3: Longer than the cache, and through many steps of growing storage."""
     model = tiny_model(layers=1)
     prompt, question = tokens(generator, 211), tokens(generator, 1000)
     at_once, one_by_one = (kvest.EvictionCache(model, POLICIES[1]) for _ in range(2))

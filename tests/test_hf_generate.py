@@ -68,7 +68,7 @@ def test_a_prompt_within_the_budget_is_generated_as_stock(tiny_model, generator)
 
 
 def test_sampling_and_several_sequences_draw_what_the_same_logits_would(tiny_model, generator):
-    """At keep = 1 the samples are those of a stock cache."""
+    """Fault 23: At keep = 1 the samples are those of a stock cache."""
     model, prompt = tiny_model(layers=2), tokens(generator, 131)
     kwargs = {"do_sample": True, "num_return_sequences": 3, "top_p": 0.9}
     outputs = []

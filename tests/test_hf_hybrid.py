@@ -43,6 +43,7 @@ def test_bounded_layers_keep_their_stock_class_and_the_others_are_ours(generator
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_logits_are_the_twins(generator, policy):
+    """Fault 11: windows stay windows, and the other layers are evicted."""
     model = hybrid()
     pieces = Pieces(model, kvest.EvictionCache(model, policy))
     for count in (97, 1, 2, 37, 1, 1):

@@ -58,7 +58,7 @@ def wide_model(dtype=torch.float32):
     ],
 )
 def test_kept_bytes_are_all_bytes_that_the_cache_brought(tiny_model, generator, policy, padded):
-    """To the byte: after the prompt, with room to append, with queries kept for a later round."""
+    """Fault 16: To the byte: after the prompt, with room to append, with queries kept for a later round."""
     model = tiny_model()
     pieces = [tokens(generator, n, rows=2) for n in (131, 1, 1, 5)]
     mask = torch.ones(2, 138, dtype=torch.long)
@@ -106,7 +106,7 @@ def test_bytes_follow_keep_within_four_percent(generator, dtype, keep):
 
 
 def test_bytes_follow_the_entries_of_uneven_heads(tiny_model, generator):
-    """72 bytes an entry: two times 8 float32, a weight and a position; nothing is padded to the longest head."""
+    """Fault 1: 72 bytes an entry, two times 8 float32, a weight, a position; none is padded to the longest head."""
     model = tiny_model(heads=5, kv_heads=5)
     cache = kvest.EvictionCache(model, UNEVEN)
     feed(model, cache, tokens(generator, 211))
@@ -114,6 +114,18 @@ def test_bytes_follow_the_entries_of_uneven_heads(tiny_model, generator):
     assert report.kept.max() > 1.2 * report.kept.min()
     assert report.kept_bytes == 72 * int(report.kept.sum())
     assert report.full_bytes == 64 * 211 * 3 * 5
+
+
+def test_a_decode_step_goes_over_what_is_held_and_no_more(tiny_model, generator):
+    """Fault 2: with counts that differ per head as well, so that fewer entries are less work."""
+    model = tiny_model()
+    cache = kvest.EvictionCache(model, "h2o(values=True)+one_threshold/systematic/tempered(0.85)@0.25")
+    feed(model, cache, tokens(generator, 400))
+    feed(model, cache, tokens(generator, 1))
+    kept = cache.report().kept
+    assert int(kept.max()) > 1.5 * int(kept.min())
+    slots = sum(run.keys.shape[1] * run.keys.shape[2] for layer in cache.layers for run in layer.store.runs())
+    assert int(kept.sum()) <= slots <= 1.16 * int(kept.sum())  # room to append: 16 of 100 at most
 
 
 def test_room_to_append_is_small_and_counted(tiny_model, generator):

@@ -142,7 +142,7 @@ def test_flash_attention_is_refused_by_name(tiny_model):
 
 
 def test_a_decode_step_makes_no_tensor_from_host_numbers(tiny_model, generator, monkeypatch):
-    """On an accelerator each would be a copy that waits for the device."""
+    """Fault 18: On an accelerator each would be a copy that waits for the device."""
     model = tiny_model()
     cache = kvest.EvictionCache(model, POLICY)
     feed(model, cache, tokens(generator, 61))

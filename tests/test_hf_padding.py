@@ -33,6 +33,7 @@ def alone(model, policy, *pieces):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_of_a_left_padded_batch_is_the_row_alone(tiny_model, generator, policy):
+    """Fault 6: no slot is spent on padding, and none of it counts."""
     model = tiny_model(layers=2)
     rows = [tokens(generator, n) for n in LENGTHS]
     ids, mask = left_padded(rows)
@@ -47,6 +48,7 @@ def test_a_row_of_a_left_padded_batch_is_the_row_alone(tiny_model, generator, po
 
 @pytest.mark.parametrize("policy", [POLICIES[1], *POLICIES[3:5]])
 def test_generate_gives_each_row_of_a_padded_batch_the_tokens_it_gets_alone(tiny_model, generator, policy):
+    """Fault 6: padding does not change an answer."""
     model = tiny_model(layers=2)
     rows = [tokens(generator, n) for n in LENGTHS]
     ids, mask = left_padded(rows)

@@ -14,6 +14,7 @@ from hf_tools import POLICIES, feed, hybrid, same_entries, tokens
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_counts_positions_and_weights_agree(tiny_model, generator, policy):
+    """Fault 14: which positions were kept can be asked for."""
     model = tiny_model()
     cache = kvest.EvictionCache(model, policy, seed=5)
     feed(model, cache, tokens(generator, 131, rows=2))

@@ -57,7 +57,7 @@ def test_logits_and_weights_after_several_rounds_are_the_twins(tiny_model, gener
 
 @pytest.mark.parametrize("policy", STANDING)
 def test_rounds_keep_sinks_and_window_order_and_weights(tiny_model, generator, policy):
-    """What one round did not keep never comes back, and a weight never falls."""
+    """Fault 9: What one round did not keep never comes back, and a weight never falls."""
     model = tiny_model(layers=2)
     cache = kvest.EvictionCache(model, policy)
     feed(model, cache, tokens(generator, 131))

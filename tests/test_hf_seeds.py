@@ -41,7 +41,7 @@ def test_a_deterministic_design_has_no_use_for_the_seed(tiny_model, generator):
 
 
 def test_layers_and_heads_draw_different_entries(tiny_model, generator):
-    """All scores are equal, so that only the random numbers can differ."""
+    """Fault 19: All scores are equal, so that only the random numbers can differ."""
     model = tiny_model(heads=5, kv_heads=5)
     cache = kvest.EvictionCache(model, "uniform/poisson/inclusion@0.3")
     feed(model, cache, tokens(generator, 131))

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from build import first_round, part, second_round
-from kvest.observe import attended, blocks, query_weights
+from kvest.observe import BLOCK_ELEMENTS, attended, blocks, query_weights
 from kvest.propose import (
     H2O,
     CapKV,
@@ -54,7 +54,7 @@ CASES = [
 @pytest.mark.parametrize("make", [first_round, second_round])
 @pytest.mark.parametrize(("propose", "twin", "knobs"), CASES, ids=[repr(case[0]) for case in CASES])
 def test_score_equals_its_twin(propose, twin, knobs, make, generator):
-    """In the first round with padding, and in a second one with gaps, weights and heads of different lengths."""
+    """Fault 12: in the first round with padding, in a second with gaps, weights and heads of different lengths."""
     observation = make(generator)
     got = propose(observation)
     want = reference.score(twin, observation, **knobs)
@@ -151,6 +151,16 @@ def test_h2o_adds_up_over_rounds(generator):
     torch.testing.assert_close(twice.history, once.history)
     torch.testing.assert_close(twice.score, once.score)
     assert once.history.sum(-1).allclose(torch.tensor(23.0))  # every query gives 1 away
+
+
+@pytest.mark.parametrize("slots", [None, torch.tensor([3, 700, 1100])])
+def test_logits_are_held_for_a_block_of_queries_only(slots, generator):
+    """Fault 17: never a `t x t` matrix, and keys are not repeated for the query heads of a group."""
+    observation = first_round(generator, lengths=(1200,))
+    b, h, g, q, _ = observation.queries.shape
+    t = observation.keys.shape[2]
+    sizes = [block.mass.numel() for block in blocks(observation, slots)]
+    assert max(sizes) <= BLOCK_ELEMENTS < b * h * g * q * t / 8
 
 
 @pytest.mark.parametrize("causal", [True, False])

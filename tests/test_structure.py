@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging import version
 
 import kvest
 
@@ -43,6 +45,16 @@ def imported(tree: ast.Module, path: Path) -> list[str]:
             assert node.level == 0, f"{path}: imports are absolute"
             found += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
+
+
+def test_the_oldest_supported_release_is_one_that_is_tested():
+    """Fault 21: the lower bound of the package is the first file of pins, on which the model tests run."""
+    root = Path(__file__).parents[1]
+    dependencies = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = [name.removeprefix("transformers>=") for name in dependencies if name.startswith("transformers")]
+    releases = sorted((path.stem for path in (root / "constraints").glob("*.txt")), key=version.parse)
+    assert bounds == releases[:1]
+    assert "make test-oldest" in (root / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -89,7 +101,7 @@ def test_the_stages_run_without_transformers():
 
 
 def test_importing_kvest_registers_nothing_with_transformers():
-    """The registries of attention and mask functions, and the attention of a model class, are as they were."""
+    """Fault 20: registries of attention and mask functions, and the attention of a model class, are as they were."""
     code = """
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks

@@ -136,8 +136,12 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the latest tokens (a negative number), as far as they are newer than the last eviction.
 
+        Up to transformers 5.10 a positive number, as there, says how many to leave.
+
         Raises ValueError beyond that.
         """
+        if tokens_to_remove > 0 and compat.CROP_KEEPS:
+            tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
         if tokens_to_remove < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,8 +23,15 @@ PREFIX = "kvest_"
 """An attached model's attention implementation is this and the name of the one it had, e.g. `kvest_sdpa`."""
 
 
-CACHE_ARGUMENT = "cache" if version.parse(transformers.__version__) >= version.parse("5.24") else "past_key_values"
+RELEASE = version.parse(transformers.__version__)
+FOUR = RELEASE.major < 5
+"""Transformers 4 gives every layer that is not sliding a plain dynamic one, whatever it is."""
+
+CACHE_ARGUMENT = "cache" if (RELEASE.major, RELEASE.minor) >= (5, 24) else "past_key_values"
 """What a model's forward and generate call their cache."""
+
+CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+"""Whether a positive argument of `crop` is the number of tokens to keep (until 5.10 or later), not an error."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -67,6 +75,8 @@ def check(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             model, "its attention cannot be exchanged through transformers' AttentionInterface", stock
         )
+    if FOUR and (getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()):
+        raise UnsupportedModel(model, f"its cache is one of its own in transformers {RELEASE}", f"{stock}, or upgrade")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModel(model, "it caps attention logits (softcap), which kvest does not do yet", stock)
     name = (model.config._attn_implementation or "sdpa").removeprefix(PREFIX)
@@ -86,6 +96,17 @@ def learned_sinks(module: nn.Module) -> bool:
 def stock_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
     """(the layers of a stock cache, indices of those that grow without bound and can be evicted)."""
     layers = DynamicCache(config=model.config).layers
+    config = text_config(model)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+    }
+    if FOUR and (kinds or len(layers) < config.num_hidden_layers):
+        what = f"layers of {', '.join(sorted(kinds))}" if kinds else "layers without a cache of their own"
+        raise UnsupportedModel(
+            model, f"it has {what}, which transformers {RELEASE} does not tell apart", "Upgrade, or use the stock cache"
+        )
     evictable = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for i, layer in enumerate(layers):
         bounded = isinstance(layer, DynamicSlidingWindowLayer) or not isinstance(layer, DynamicLayer)
@@ -160,7 +181,7 @@ def inner_mask(name: str) -> Callable[..., Any]:
 
 
 def query_length(argument: int | Tensor) -> int:
-    """`get_mask_sizes` is given the number of queries, or (transformers 4) their cache positions."""
+    """`get_mask_sizes` is given the number of queries, or (up to 5.0) their cache positions."""
     return argument.shape[0] if isinstance(argument, Tensor) else argument
 
 
