@@ -149,6 +149,14 @@ def test_a_static_cache_beside_ours_is_refused(tiny_model, generator):
         generate(model, prompt, kvest.EvictionCache(model, ONCE), cache_implementation="static")
 
 
+def test_a_quantised_cache_beside_ours_is_refused(tiny_model, generator):
+    """Fault 22: a cache is one or the other, and generate says so."""
+    model = tiny_model()
+    prompt = tokens(generator, 40)
+    with pytest.raises(ValueError, match="cache"):
+        generate(model, prompt, kvest.EvictionCache(model, ONCE), cache_implementation="quantized")
+
+
 def test_a_static_cache_works_on_a_model_that_has_eviction_caches(tiny_model, generator):
     """Fault 10: static caches crash."""
     model, prompt = tiny_model(layers=2), tokens(generator, 31)

@@ -123,7 +123,7 @@ def test_a_decode_step_goes_over_what_is_held_and_no_more(tiny_model, generator)
     feed(model, cache, tokens(generator, 400))
     feed(model, cache, tokens(generator, 1))
     kept = cache.report().kept
-    assert int(kept.max()) > 1.5 * int(kept.min())
+    assert int(kept.max()) > 1.2 * int(kept.min())
     slots = sum(run.keys.shape[1] * run.keys.shape[2] for layer in cache.layers for run in layer.store.runs())
     assert int(kept.sum()) <= slots <= 1.16 * int(kept.sum())  # room to append: 16 of 100 at most
 
