@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # The releases of transformers that the model tests run on: one file of pins each, and the newest, that of constraints.txt.
 RELEASES := $(sort $(basename $(notdir $(wildcard constraints/*.txt))))
-MODEL_TESTS := tests/test_smoke.py tests/test_structure.py tests/test_cli.py $(sort $(wildcard tests/test_hf_*.py))
+MODEL_TESTS := tests/test_smoke.py tests/test_structure.py tests/test_cli.py tests/test_families.py $(sort $(wildcard tests/test_hf_*.py))
 
 PIP_OF = .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/$*/pins.txt
 

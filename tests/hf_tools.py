@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 import kvest
+from kvest.hf.compat import RELEASE
 
 POLICIES = (
     "uniform/systematic/inclusion@0.3",
@@ -79,6 +80,13 @@ def singly(model: PreTrainedModel, cache: object, ids: Tensor, mask: Tensor | No
         so_far = None if mask is None else mask[:, : mask.shape[1] - n + i + 1]
         parts.append(feed(model, cache, ids[:, i : i + 1], so_far))
     return torch.cat(parts, dim=1)
+
+
+def prefill_chunks(prompt: Tensor, size: int) -> list[Tensor]:
+    """What `generate(prefill_chunk_size=size)` reads at once; transformers 4 reads the last token alone."""
+    if RELEASE.major >= 5:
+        return list(torch.split(prompt, size, dim=1))
+    return [*torch.split(prompt[:, :-1], size, dim=1), prompt[:, -1:]]
 
 
 def same_entries(report: kvest.Report, row: int, other: kvest.Report, other_row: int, tolerance: float = 1e-5) -> None:

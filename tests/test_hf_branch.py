@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvest
-from families import FAMILIES
+from families import FAMILIES, RECURRENT, named
 from hf_tools import POLICIES, feed, hybrid, same_entries, tokens
 
 STANDING = ("h2o+one_threshold/systematic/inclusion@24, every=8", "snapkv/top_k/none@0.3, every=4")
@@ -76,7 +76,7 @@ def test_bounded_layers_return_too(generator, prompt):
     same_report(cache.report(), twin.report())
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize("name", named(*RECURRENT))
 def test_layers_with_a_recurrent_state_return_too(generator, name):
     """They write into their state in place."""
     model = FAMILIES[name]()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvest
-from hf_tools import Pieces, feed, same_entries, tokens
+from hf_tools import Pieces, feed, prefill_chunks, same_entries, tokens
 
 CHUNKED = ("h2o(values=True)+one_threshold/systematic/tempered(0.85)@47, every=7", "snapkv(11)/top_k/none@0.4, every=7")
 
@@ -38,7 +38,7 @@ def test_generate_with_a_prefill_chunk_size_is_the_chunks_by_hand(tiny_model, ge
         do_sample=False,
     )
     chosen = []
-    for chunk in torch.split(prompt, 37, dim=1):
+    for chunk in prefill_chunks(prompt, 37):
         logits = feed(model, by_hand, chunk)
     for _ in range(5):
         chosen.append(logits[:, -1:].argmax(dim=-1))
@@ -68,7 +68,7 @@ def test_a_chunked_prefill_of_a_padded_batch_is_each_row_alone(tiny_model, gener
 @pytest.mark.parametrize("budget", ["0.4", "47"], ids=["first chunk evicted", "first chunk within the budget"])
 def test_a_one_shot_policy_warns_of_a_chunked_prefill(tiny_model, generator, budget):
     model = tiny_model()
-    prompt = tokens(generator, 74)
+    prompt = tokens(generator, 75)  # two whole chunks, and a last token that older releases read alone
     cache = kvest.EvictionCache(model, f"snapkv/top_k/none@{budget}")
     with pytest.warns(UserWarning, match=r"looks? like a chunked prefill.*every=N"):
         model.generate(

@@ -8,6 +8,7 @@ from transformers import DynamicCache, TextStreamer
 
 import kvest
 from hf_tools import POLICIES, feed, hybrid, same_entries, singly, tokens
+from kvest.hf.compat import OLDER
 
 STANDING = "h2o(values=True)+one_threshold/systematic/tempered(0.85)@61, every=4"
 
@@ -25,7 +26,11 @@ def greedy(model, ids, cache, count):
 
 
 @pytest.mark.parametrize(
-    ("policy", "name"), [*((policy, "past_key_values") for policy in (*POLICIES, STANDING)), (STANDING, "cache")]
+    ("policy", "name"),
+    [
+        *((policy, "past_key_values") for policy in (*POLICIES, STANDING)),
+        *((STANDING, n) for n in ("cache",) if not OLDER),
+    ],
 )
 def test_greedy_is_the_loop_by_hand_with_both_names_of_the_cache(tiny_model, generator, policy, name):
     model, prompt = tiny_model(layers=2), tokens(generator, 131, rows=2)

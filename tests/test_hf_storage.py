@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvest
-from families import FAMILIES
+from families import FAMILIES, RECURRENT, named
 from hf_tools import POLICIES, feed, hybrid, same_entries, tokens
 
 STANDING = ("h2o+one_threshold/systematic/inclusion@24, every=8", "snapkv/poisson/inclusion@0.3, every=4, sinks=2")
@@ -77,7 +77,7 @@ def test_bounded_layers_are_saved_too(generator, tmp_path, prompt):
     assert torch.equal(continued(model, loaded), continued(model, cache))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granitemoehybrid", "gpt_oss"])
+@pytest.mark.parametrize("name", named(*RECURRENT, "gpt_oss"))
 def test_layers_of_other_kinds_are_saved_too(generator, tmp_path, name):
     """Recurrent states and convolutions, and what is read into them afterwards; heads with sinks."""
     model = FAMILIES[name]()

@@ -24,10 +24,11 @@ PREFIX = "kvest_"
 
 
 RELEASE = version.parse(transformers.__version__)
-FOUR = RELEASE.major < 5
-"""Transformers 4 gives every layer that is not sliding a plain dynamic one, whatever it is."""
+OLDER = (RELEASE.major, RELEASE.minor) < (5, 24)
+"""Older releases differ in which layers have which cache: some give a linear layer that of a full one, others read
+several tokens into a recurrent state as if they were the first."""
 
-CACHE_ARGUMENT = "cache" if (RELEASE.major, RELEASE.minor) >= (5, 24) else "past_key_values"
+CACHE_ARGUMENT = "past_key_values" if OLDER else "cache"
 """What a model's forward and generate call their cache."""
 
 CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -75,8 +76,10 @@ def check(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             model, "its attention cannot be exchanged through transformers' AttentionInterface", stock
         )
-    if FOUR and (getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()):
-        raise UnsupportedModel(model, f"its cache is one of its own in transformers {RELEASE}", f"{stock}, or upgrade")
+    if OLDER and (getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()):
+        raise UnsupportedModel(
+            model, f"it keeps a state, which kvest leaves alone from 5.24 on, not in {RELEASE}", f"{stock}, or upgrade"
+        )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModel(model, "it caps attention logits (softcap), which kvest does not do yet", stock)
     name = (model.config._attn_implementation or "sdpa").removeprefix(PREFIX)
@@ -102,10 +105,12 @@ def stock_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
         "sliding_attention",
         "chunked_attention",
     }
-    if FOUR and (kinds or len(layers) < config.num_hidden_layers):
-        what = f"layers of {', '.join(sorted(kinds))}" if kinds else "layers without a cache of their own"
+    if OLDER and (kinds or len(layers) < config.num_hidden_layers):
+        what = f"layers of {', '.join(sorted(kinds))}" if kinds else "layers that have no cache of their own"
         raise UnsupportedModel(
-            model, f"it has {what}, which transformers {RELEASE} does not tell apart", "Upgrade, or use the stock cache"
+            model,
+            f"it has {what}, which kvest tells apart from 5.24 on, not in {RELEASE}",
+            "Upgrade, or use the stock cache",
         )
     evictable = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for i, layer in enumerate(layers):
