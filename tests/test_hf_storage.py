@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import kvest
 from families import FAMILIES, RECURRENT, named
 from hf_tools import POLICIES, feed, hybrid, same_entries, tokens
+from kvest.hf.parallel import Share
 
 STANDING = ("h2o+one_threshold/systematic/inclusion@24, every=8", "snapkv/poisson/inclusion@0.3, every=4, sinks=2")
 
@@ -247,6 +248,15 @@ def test_a_cache_in_the_middle_of_a_failed_pass_is_not_saved(tiny_model, generat
         feed(model, cache, tokens(generator, 5))
     hook.remove()
     with pytest.raises(RuntimeError, match=r"did not finish: call cache.reset\(\)"):
+        cache.save(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_share_of_the_heads_is_not_saved(tiny_model, tmp_path):
+    """One process's file would be read as the whole cache."""
+    cache = kvest.EvictionCache(tiny_model(), POLICIES[0])
+    cache.session.share = Share(rank=0, size=2, heads=4)
+    with pytest.raises(ValueError, match="split over processes.*in one process"):
         cache.save(tmp_path / "c")
     assert not list(tmp_path.iterdir())
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvest
-from kvest.hf.compat import text_config
+from kvest.hf.fingerprint import identity
 from kvest.hf.layer import EvictionLayer
 
 if TYPE_CHECKING:
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 
 FORMAT = "kvest-cache"
 VERSION = 1
-_VOLATILE = {
-    *("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"),
-    *("_attn_implementation", "_attn_implementation_internal", "attn_implementation", "output_attentions"),
-}
-"""Parts of a config that do not change what a model computes."""
 
 
 class CacheFileError(ValueError):
@@ -78,7 +73,7 @@ def save(cache: EvictionCache, model: PreTrainedModel, path: str | os.PathLike[s
         policy=str(cache.policy),
         seed=cache.session.seed,
         seen=list(cache.session.seen),
-        **_identity(model),
+        **identity(model),
         dtype=_dtype(cache.layers) or str(model.dtype).removeprefix("torch."),
         kvest=kvest.__version__,
         transformers=transformers.__version__,
@@ -189,37 +184,10 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     return found
 
 
-# -- the model
-
-
-def _identity(model: PreTrainedModel) -> dict[str, Any]:
-    """Its name and fingerprints."""
-    name = model.config._name_or_path
-    config = {k: v for k, v in text_config(model).to_dict().items() if k not in _VOLATILE}
-    text = json.dumps(config, sort_keys=True, default=str)
-    return {
-        "model": f"{type(model).__name__}{f' ({name})' if name else ''}",
-        "config": hashlib.sha256(text.encode()).hexdigest(),
-        "weights": _weights(model),
-    }
-
-
-@torch.no_grad()
-def _weights(model: PreTrainedModel) -> str | None:
-    """A checksum of a few numbers of every weight: two models of one architecture differ in them."""
-    samples = []
-    for parameter in model.parameters():
-        if parameter.device.type == "meta":
-            return None
-        flat = parameter.reshape(-1)
-        samples.append(flat[:: max(1, len(flat) // 8)][:8].float().cpu())
-    return hashlib.sha256(torch.cat(samples).numpy().tobytes()).hexdigest()
-
-
 def _check(path: str | os.PathLike[str], header: CacheHeader, model: PreTrainedModel) -> None:
     """Raise CacheFileError where the file belongs to another model, or to this one in another dtype."""
     dtype = str(model.dtype).removeprefix("torch.")
-    mine = _identity(model)
+    mine = identity(model)
     written = f"It was saved with kvest {header.kvest} and transformers {header.transformers}"
     if header.config != mine["config"]:
         raise CacheFileError(
