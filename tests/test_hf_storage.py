@@ -254,9 +254,10 @@ def test_a_cache_in_the_middle_of_a_failed_pass_is_not_saved(tiny_model, generat
 
 def test_a_share_of_the_heads_is_not_saved(tiny_model, tmp_path):
     """One process's file would be read as the whole cache."""
-    cache = kvest.EvictionCache(tiny_model(), POLICIES[0])
+    model = tiny_model()
+    cache = kvest.EvictionCache(model, POLICIES[0])
     cache.session.share = Share(rank=0, size=2, heads=4)
-    with pytest.raises(ValueError, match="split over processes.*in one process"):
+    with pytest.raises(ValueError, match=r"split over processes.*in one process"):
         cache.save(tmp_path / "c")
     assert not list(tmp_path.iterdir())
 
