@@ -118,6 +118,10 @@ def test_linear_layers_keep_their_stock_layer_and_go_with_the_rows(generator):
     torch.testing.assert_close(feed(model, swapped, more.flip(0)), feed(model, cache, more).flip(0), **NEAR)
     with pytest.raises(ValueError, match=r"cannot take back 1 tokens: layer 0 \(LinearAttentionLayer\)"):
         cache.crop(-1)
+    for change in (lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices(torch.tensor([0]))):
+        with pytest.raises(ValueError, match=r"layer 0 \(LinearAttentionLayer\).*cannot repeat or select rows"):
+            change()
+    assert cache.report().seen.tolist() == [102, 102]
     cache.reset()
     for piece in (more, prompt):
         assert torch.equal(feed(model, cache, piece), feed(model, fresh, piece))

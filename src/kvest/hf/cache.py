@@ -175,10 +175,21 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         super().reorder_cache(beam_idx)
         self.session.select(beam_idx.tolist())
 
+    def _check_rows(self, method: str) -> None:
+        """Raise before any layer has changed where one of them cannot do it."""
+        for index, layer in enumerate(self.layers):
+            if not hasattr(layer, method):
+                raise ValueError(
+                    f"{method}: layer {index} ({type(layer).__name__}) of transformers cannot repeat or select rows. "
+                    "Read the prompt with as many rows as you need"
+                )
+
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._check_rows("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
         self.session.select([row for row in range(len(self.session.seen)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._check_rows("batch_select_indices")
         super().batch_select_indices(indices)
         self.session.select(torch.arange(len(self.session.seen), device=indices.device)[indices].tolist())
