@@ -258,6 +258,8 @@ def test_compress_says_what_is_wrong(kvest: Kvest, tiny_folder: Path, tmp_path: 
         (["/no/such/file", "-o", str(tmp_path / "a")], "no file '/no/such/file'"),
         ([str(document), "-o", str(tmp_path / "no" / "a")], "cannot write"),
         ([str(document), "-o", str(tmp_path)], "it is a folder"),
+        ([str(document), "-o", str(document)], "is named twice"),
+        ([str(document), "-o", str(tmp_path / "a"), "--json", str(tmp_path / "a")], "is named twice"),
         ([str(document)], "Missing option"),
         ([str(document), "-o", str(tmp_path / "a"), "--policy", "snapk/top_k/none@0.5"], "Did you mean 'snapkv'?"),
     ]

@@ -76,6 +76,19 @@ def test_where_weights_wait_changes_nothing(offload, policy, tiny_model, tmp_pat
         same_entries(elsewhere.report(), row, cache.report(), row, tolerance=0)
 
 
+@pytest.mark.parametrize("offload", [to_cpu, mixed], ids=lambda each: each.__name__)
+def test_a_saved_cache_is_loaded_where_the_model_computes(offload, tiny_model, tmp_path):
+    """Weights that are elsewhere do not say where: such a file is known by the config alone."""
+    model = tiny_model()
+    cache = kvest.EvictionCache(model, STANDING)
+    feed(model, cache, tokens(again(), 97))
+    cache.save(tmp_path / "c")
+    other = offload(tiny_model(), tmp_path)
+    loaded = kvest.EvictionCache.load(tmp_path / "c", other)
+    more = tokens(again(), 23)
+    assert torch.equal(feed(other, loaded, more), feed(model, cache, more))
+
+
 @pytest.mark.parametrize("make", [first_round, second_round])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_layers_on_two_devices_compete_and_get_their_counts_where_they_are(design, make, generator):

@@ -16,6 +16,7 @@ import kvest
 from families import FAMILIES, RECURRENT, named
 from hf_tools import POLICIES, feed, hybrid, same_entries, tokens
 from kvest.hf.parallel import Share
+from kvest.hf.storage import _digest
 
 STANDING = ("h2o+one_threshold/systematic/inclusion@24, every=8", "snapkv/poisson/inclusion@0.3, every=4, sinks=2")
 
@@ -260,6 +261,49 @@ def test_a_share_of_the_heads_is_not_saved(tiny_model, tmp_path):
     with pytest.raises(ValueError, match=r"split over processes.*in one process"):
         cache.save(tmp_path / "c")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_changes_later_does_not_change_the_cache(tiny_model, generator, saved):
+    """Nothing of a loaded cache is a view of the file."""
+    model = tiny_model()
+    loaded = kvest.EvictionCache.load(saved, model)
+    want = continued(model, copy.deepcopy(loaded))
+    with open(saved, "rb+") as file:
+        file.write(bytes(saved.stat().st_size))
+    assert torch.equal(continued(model, loaded), want)
+
+
+def test_a_file_has_the_mode_of_any_new_file(tiny_model, tmp_path):
+    """A document that others may not read does not become readable in its cache."""
+    model = tiny_model()
+    before = os.umask(0o077)
+    try:
+        kvest.EvictionCache(model, POLICIES[0]).save(tmp_path / "c")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_header_that_does_not_describe_the_tensors_is_refused(tiny_model, saved):
+    """Even one whose checksum is right; and what it says of other things than the state is not read."""
+    model = tiny_model()
+    tensors = load_file(saved)
+    with safe_open(saved, framework="pt") as file:
+        metadata = file.metadata()
+    header = json.loads(metadata["header"])
+
+    def write(**changes: object) -> None:
+        text = json.dumps({**header, **changes}, sort_keys=True)
+        save_file(tensors, saved, metadata={**metadata, "header": text, "sha256": _digest(text, tensors)})
+
+    write(layers=header["layers"][:2])
+    refused(saved, model, "its layers are EvictionLayer, EvictionLayer (")
+    write(session={})
+    refused(saved, model, "does not describe its tensors")
+    write(layers=[{"kind": "EvictionLayer", "columns": 61} for _ in header["layers"]])
+    refused(saved, model, "does not describe its tensors")
+    write(session={**header["session"], "policy": "other"})
+    assert str(kvest.EvictionCache.load(saved, model).policy) == header["policy"]
 
 
 def test_a_copy_of_a_loaded_cache_is_a_cache(tiny_model, saved):

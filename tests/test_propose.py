@@ -153,6 +153,20 @@ def test_h2o_adds_up_over_rounds(generator):
     assert once.history.sum(-1).allclose(torch.tensor(23.0))  # every query gives 1 away
 
 
+@pytest.mark.parametrize("norm", [1.0, 1e4, 3e4, 1e5])
+def test_probabilities_sum_to_1_where_a_rounded_logit_is_off_by_many_nats(norm, generator):
+    """All keys nearly equal and as long as the queries: 1e5 squared is a logit of 1e9, exact to 64."""
+    observation = first_round(generator, lengths=(300, 211))
+    direction = torch.randn(128, generator=generator)
+    direction *= norm / direction.norm()
+    keys = direction + 1e-3 * torch.randn(*observation.keys.shape[:3], 128, generator=generator)
+    queries = direction + 1e-3 * torch.randn(*observation.queries.shape[:4], 128, generator=generator)
+    for block in blocks(replace(observation, keys=keys, queries=queries, scale=1.0), elements=1):  # query by query
+        sums = block.probabilities.sum(dim=-1)
+        real = observation.query_valid[:, block.slots][:, None, None].expand_as(sums)
+        torch.testing.assert_close(sums[real], torch.ones_like(sums[real]), rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("slots", [None, torch.tensor([3, 700, 1100])])
 def test_logits_are_held_for_a_block_of_queries_only(slots, generator):
     """Fault 17: never a `t x t` matrix, and keys are not repeated for the query heads of a group."""

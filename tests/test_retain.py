@@ -206,3 +206,32 @@ def test_appending_changes_nothing_of_what_the_store_was_made_from(generator):
     assert same(given, before)
     assert torch.equal(snapshot.keys, kept)
     assert same(one.retained(), before)
+
+
+def test_an_append_that_is_interrupted_can_be_taken_back(generator):
+    """Whatever was written of it: a cut to the lengths before leaves the entries and the places as they were."""
+    store = Store(Retained(**packed(generator), counts=((11, 5),)))
+    new = torch.randn(1, 2, 3, 8, generator=generator)
+    store.append(new, new, 100 + torch.arange(3)[None])
+    lengths, before = list(store.lengths), store.retained()
+    with pytest.raises(RuntimeError):  # values of another width: keys are written already
+        store.append(new, torch.randn(1, 2, 3, 7, generator=generator), 103 + torch.arange(3)[None])
+    store.cut(lengths)
+    store.append(new, new, 103 + torch.arange(3)[None])
+    after = store.retained()
+    for head in range(2):
+        assert store.head(store.positions, 0, head)[-3:].tolist() == [103, 104, 105]
+        assert torch.equal(store.head(store.keys, 0, head)[-3:], new[0, head])
+    store.cut(lengths)
+    for name in ("keys", "values", "log_weights", "positions"):
+        assert torch.equal(getattr(store.retained(), name), getattr(before, name))
+    assert after.counts == ((17, 11),)
+
+
+def packed(generator):
+    return {
+        "keys": torch.randn(16, 8, generator=generator),
+        "values": torch.randn(16, 8, generator=generator),
+        "log_weights": torch.rand(16, generator=generator),
+        "positions": torch.arange(16, dtype=torch.int32),
+    }

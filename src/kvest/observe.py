@@ -18,12 +18,13 @@ from kvest.types import Observation
 BLOCK_ELEMENTS = 1 << 19
 """Logits held at once (2 MiB in float32): small enough to stay in cache, large enough to amortise the calls."""
 LEAST_ROWS = 64
-"""Rows of a block at least, however long the context: a matrix product of fewer wastes the processor."""
+"""Rows of a matrix product at least, however long the context: fewer waste the processor. A head has `g` a query."""
 
 HEADROOM = 30.0
 """The row's reference logit becomes exp(30): 117 nats below it, not 87, begin the denormal numbers, which a CPU adds up
 many times slower; 39 nats above it, sums are too large to be divided by."""
-LARGEST = 1e30
+SMALLEST, LARGEST = 1e9, 1e30
+"""Between these the sum of a row is as it should be: exp(30) and more, unless rounding moves a huge reference."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,14 @@ def blocks(
     contiguous = slots is None
     slots = torch.arange(q, device=device) if slots is None else slots
     own = t - q + slots
+    missing = None
+    if not bool((observation.query_lengths == q).all()):
+        missing = (~observation.query_valid[:, slots])[:, None, None].expand(b, h, 1, len(slots)).flatten(0, 1)
     keys = _keys(observation)
-    queries = _queries(observation, keys, own)
+    queries = _queries(observation, keys, own, missing)
     size = max(BLOCK_ELEMENTS, LEAST_ROWS * t) if elements is None else elements
+    if elements is None and not keys.is_cpu:  # all heads are in one block there
+        size *= b * h
     rows = max(1, min(len(own), size // (b * h * g * t)))
     memory = torch.empty(b * h * g * rows * t, dtype=torch.float32, device=device)  # one block's, used again for each
     triangle = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
@@ -75,7 +81,8 @@ def blocks(
             visible = int(mine[-1]) + 1
             later = torch.arange(int(mine[0]), visible, device=device) > mine[:, None]
         mass = memory[: b * h * g * r * visible].view(b * h, g, r, visible)
-        total = _exponentials(queries[:, :, start : start + r], keys[..., :visible], later, mass)
+        absent = None if missing is None else missing[..., start : start + r]
+        total = _exponentials(queries[:, :, start : start + r], keys[..., :visible], later, absent, mass)
         yield Block(slots[start : start + rows], mass.view(b, h, g, r, visible), total.view(b, h, g, r))
 
 
@@ -94,7 +101,9 @@ def _keys(observation: Observation) -> Float[Tensor, "n c t"]:
     return out
 
 
-def _queries(observation: Observation, keys: Float[Tensor, "n c t"], own: Int[Tensor, "r"]) -> Float[Tensor, "n g r c"]:
+def _queries(
+    observation: Observation, keys: Float[Tensor, "n c t"], own: Int[Tensor, "r"], missing: Bool[Tensor, "n 1 r"] | None
+) -> Float[Tensor, "n g r c"]:
     """Queries of these slots, beside (-shift, 1)
 
     The reference is the larger of two logits that the row has: of its own entry, and of the first, often an attention
@@ -106,6 +115,8 @@ def _queries(observation: Observation, keys: Float[Tensor, "n c t"], own: Int[Te
     out = torch.empty(b * h, g, len(own), d + 2, dtype=torch.float32, device=keys.device)
     out[..., :d] = (observation.queries if whole else observation.queries[:, :, :, own - (t - q)]).flatten(0, 1)
     out[..., d], out[..., d + 1] = 0.0, 1.0
+    if missing is not None:  # no numbers that could overflow
+        out[..., :d].masked_fill_(missing[..., None], 0.0)
     heads = torch.arange(b * h, device=keys.device)
     first = keys[heads, :, (t - observation.lengths).clamp(max=t - 1).flatten()]
     mine = keys[:, :, t - q :] if whole else keys[:, :, own]
@@ -120,11 +131,13 @@ def _exponentials(
     queries: Float[Tensor, "n g r c"],
     keys: Float[Tensor, "n c v"],
     later: Bool[Tensor, "r w"],
+    missing: Bool[Tensor, "n 1 r"] | None,
     out: Float[Tensor, "n g r v"],
 ) -> Float[Tensor, "n g r"]:
     """`exp(logit - shift)` into `out`, 0 where one of the last `w` entries is later than the query; returns the sums.
 
-    Where a sum comes out too large, the reference is the row's largest logit after all.
+    Where the sum of a query that is not missing comes out too large or too small, the reference is the row's largest
+    logit after all.
     """
     n, g, r, v = out.shape
     packed = queries.reshape(n, g * r, -1)
@@ -140,9 +153,10 @@ def _exponentials(
 
     product()
     total = exponentials()
-    if not float(total.amax()) < LARGEST:
+    least, most = (total if missing is None else total.masked_fill(missing, LARGEST / 2)).aminmax()
+    if not (float(least) > SMALLEST and float(most) < LARGEST):
         product()
-        diagonal.masked_fill_(later, -torch.inf)
+        diagonal.masked_fill_(later, torch.finfo(torch.float32).min / 2)
         out.sub_(out.amax(dim=-1, keepdim=True) - HEADROOM)
         total = exponentials()
     return total
@@ -159,7 +173,7 @@ def by_head(
     b, h, t, _ = observation.keys.shape
     if not observation.keys.is_cpu:
         return score(observation, slice(0, b))
-    out = torch.empty(b, h, t)
+    out = torch.empty(b, h, t, dtype=torch.float32)
     for row in range(b):
         for head in range(h):
             out[row, head] = score(observation.head(row, head), slice(row, row + 1))[0, 0]

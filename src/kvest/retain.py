@@ -141,6 +141,7 @@ class Store:
         if self._ends is None:
             ends = [s + n for s, n in zip(self.starts, self.lengths, strict=True)]
             self._ends = torch.tensor(ends, device=keys.device)
+        self.lengths = wanted  # first: where writing fails, `cut` takes back what is there
         if exists is None:
             slots = self._ends[:, None] + torch.arange(n, device=keys.device)
             keys, values = keys.reshape(b * h * n, -1), values.reshape(b * h * n, -1)
@@ -160,7 +161,6 @@ class Store:
         self.positions.index_copy_(0, slots, where.to(self.positions.dtype))
         if self.history is not None:
             self.history.index_fill_(0, slots, 0.0)
-        self.lengths = wanted
 
     @property
     def _foreign(self) -> bool:
@@ -169,7 +169,7 @@ class Store:
 
     def make_room(self, capacities: list[int]) -> None:
         """Move to storage in which every head owns so many slots."""
-        source = self.taken()
+        source, before = self.taken(), self.capacities
         self.capacities = list(capacities)
         self._place()
         target = self.taken()
@@ -178,12 +178,16 @@ class Store:
         def move(x: Tensor, fill: float) -> Tensor:
             return x.new_full((size, *x.shape[1:]), fill).index_copy_(0, target, x.index_select(0, source))
 
-        self.keys, self.values = move(self.keys, 0.0), move(self.values, 0.0)
-        self.log_weights, self.positions = move(self.log_weights, -torch.inf), move(self.positions, 0.0)
-        if self.history is not None:
-            self.history = move(self.history, 0.0)
+        fills = {"keys": 0.0, "values": 0.0, "log_weights": -torch.inf, "positions": 0.0, "history": 0.0}
+        held = {name: x for name in fills if (x := getattr(self, name)) is not None}
+        try:
+            moved = {name: move(x, fills[name]) for name, x in held.items()}
+        except BaseException:  # no memory, or an interrupt: all as it was
+            self.capacities = before
+            self._place()
+            raise
+        self.__dict__.update(moved)
         self._shared = False
-        self._runs = None
 
     def taken(self) -> Int[Tensor, "s"]:
         """Slots of all entries, head after head."""

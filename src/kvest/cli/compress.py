@@ -26,12 +26,14 @@ def compress(
     text = read_document(document, option="")
     check_writable(output)
     check_writable(json)
+    _check_distinct(document, output, json)
     model, tokenizer = load_model(name, dtype, device)
     ids = prompt(tokenizer, text or "", "?", context=context_of(model)).document
     cache = EvictionCache(model, chosen, seed=seed)
     with STDERR.status(f"reading {ids.shape[1]:,} tokens"), torch.no_grad():
         run(model, ids.to(model.device), cache, logits_to_keep=1)
-    cache.save(output, model=name, document=str(document), ids=ids[0].tolist())
+    place = str(Path(name).resolve()) if Path(name).is_dir() else name
+    cache.save(output, model=place, document=str(document), ids=ids[0].tolist())
     report = cache.report()
     STDERR.print(Text(str(report), style="dim"))
     STDERR.print(Text(f"written      {output} ({output.stat().st_size / 2**20:.2f} MiB)", style="dim"))
@@ -66,6 +68,13 @@ def ask(file: Path, questions: list[str], name: str, max_new_tokens: int, device
     if json is not None:
         record = {"file": str(file), "policy": header.policy, "seed": header.seed, "answers": answers}
         write_json(json, {**record, "conditions": conditions(model, name)})
+
+
+def _check_distinct(document: Path, output: Path, json: Path | None) -> None:
+    """Raise where one file would be written over another of this command."""
+    for first, second in ((document, output), (document, json), (output, json)):
+        if second is not None and str(first) != "-" and first.resolve() == second.resolve():
+            raise ValueError(f"{str(first)!r} is named twice: writing it would lose the other")
 
 
 def _check_length(prompts: list[Prompt], reserve: int, context: int | None) -> None:

@@ -146,17 +146,16 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
     # -- what kvest does
 
     def mark(self) -> dict[str, Any]:
-        """What `back` needs to return here. Nothing is copied: entries that are held are never written to again."""
+        """What `back` needs to return here. Nothing is copied: slots that are taken are never written to again."""
         names = ("keys", "values", "is_initialized", "columns", "store")
         lengths = None if self.store is None else list(self.store.lengths)
         return {**{name: getattr(self, name) for name in names}, "queries": list(self.queries), "lengths": lengths}
 
     def back(self, mark: dict[str, Any]) -> None:
         """Return to where `mark` was made."""
-        lengths = mark.pop("lengths")
-        self.__dict__.update(mark, observed=None)
+        self.__dict__.update({name: x for name, x in mark.items() if name != "lengths"}, observed=None)
         if self.store is not None:
-            self.store.cut(lengths)
+            self.store.cut(mark["lengths"])
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(plain values, tensors) from which `load` makes an equal layer."""

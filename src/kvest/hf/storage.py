@@ -23,8 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvest
+from kvest.hf import parallel
 from kvest.hf.fingerprint import identity
 from kvest.hf.layer import EvictionLayer
+from kvest.hf.session import STATE
 
 if TYPE_CHECKING:
     from kvest.hf.cache import EvictionCache
@@ -94,23 +96,41 @@ def load(path: str | os.PathLike[str], model: PreTrainedModel) -> EvictionCache:
     from kvest.hf.cache import EvictionCache
 
     header, tensors = _read(path, tensors=True)
+    if parallel.share(model).size > 1:
+        raise CacheFileError(
+            path, "it holds all heads, and this model's are split over processes", "Load the model in one process"
+        )
     _check(path, header, model)
-    cache = EvictionCache(model, header.policy, seed=header.seed)
-    devices = _devices(model)
+    try:
+        return _cache(path, header, tensors, EvictionCache(model, header.policy, seed=header.seed), model)
+    except (KeyError, TypeError) as error:
+        raise CacheFileError(path, f"its header does not describe its tensors ({error!r})", "Save it anew") from None
+
+
+def _cache(
+    path: str | os.PathLike[str],
+    header: CacheHeader,
+    tensors: dict[str, Tensor],
+    cache: EvictionCache,
+    model: PreTrainedModel,
+) -> EvictionCache:
+    """`cache`, which is new, filled."""
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    saved = [record["kind"] for record in header.layers]
+    if saved != kinds:
+        raise CacheFileError(
+            path,
+            f"its layers are {', '.join(saved)} (transformers {header.transformers}), and those of the model "
+            f"{', '.join(kinds)} ({transformers.__version__})",
+            "Save it anew",
+        )
+    home, devices = device(model), _devices(model)
     for i, (layer, record) in enumerate(zip(cache.layers, header.layers, strict=True)):
         prefix = f"layers.{i}."
-        device = devices.get(i, model.device)
-        mine = {name: x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
-        if type(layer).__name__ != record["kind"]:
-            raise CacheFileError(
-                path,
-                f"layer {i} was a {record['kind']} in transformers {header.transformers}, here it is a "
-                f"{type(layer).__name__} ({transformers.__version__})",
-                "Save it anew",
-            )
+        mine = {name: x.to(devices.get(i, home)) for name, x in tensors.items() if name.startswith(prefix)}
         _restore(layer, prefix, record, mine)
-    flags = {name: x.to(model.device) for name, x in tensors.items() if name.startswith("session.")}
-    cache.session.restore({name: _unpack(x, flags) for name, x in header.session.items()})
+    flags = {name: x.to(home) for name, x in tensors.items() if name.startswith("session.")}
+    cache.session.restore({name: _unpack(header.session[name], flags) for name in STATE})
     return cache
 
 
@@ -141,7 +161,7 @@ def _restore(layer: Any, prefix: str, record: dict[str, Any], tensors: dict[str,
     if isinstance(layer, EvictionLayer):
         layer.load(values, {name.removeprefix(prefix): x for name, x in tensors.items()})
         return
-    vars(layer).update({name: _unpack(x, tensors) for name, x in values.items()})
+    vars(layer).update({name: _unpack(x, tensors) for name, x in values.items() if name in vars(layer)})
     states = [x for x in tensors.values() if x.is_floating_point()]
     if states:
         layer.dtype, layer.device = states[0].dtype, states[0].device
@@ -174,8 +194,14 @@ def _dtype(layers: list[Any]) -> str | None:
     return next((str(dtype).removeprefix("torch.") for dtype in held if dtype is not None), None)
 
 
+def device(model: PreTrainedModel) -> torch.device:
+    """Where the model computes; offloaded weights are on none."""
+    held = (x.device for x in (*model.parameters(), *model.buffers()) if x.device.type != "meta")
+    return next(held, torch.device("cpu"))
+
+
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where each layer's attention computes, as far as its weights tell."""
+    """Where each layer's attention computes, as far as its weights tell (offloaded ones do not)."""
     found = {}
     for module in model.modules():
         index, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
@@ -221,11 +247,18 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
         save_file(tensors, scratch, metadata=metadata)
         with open(scratch, "rb+") as file:
             os.fsync(file.fileno())
-        os.chmod(scratch, 0o644)
+        os.chmod(scratch, 0o666 & ~umask())
         os.replace(scratch, path)
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
         raise
+
+
+def umask() -> int:
+    """What this process takes from the modes of new files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _read(path: str | os.PathLike[str], *, tensors: bool) -> tuple[CacheHeader, dict[str, Tensor]]:
@@ -233,9 +266,10 @@ def _read(path: str | os.PathLike[str], *, tensors: bool) -> tuple[CacheHeader, 
         raise CacheFileError(path, "there is no such file", "cache.save(path) writes one")
     anew = "Save the cache anew"
     try:
+        # cloned: what safetensors gives is a view of the file, which others may write to
         with safetensors.safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            held = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118
+            held = {name: file.get_tensor(name).clone() for name in file.keys()} if tensors else {}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError) as error:
         raise CacheFileError(path, f"it is cut off, or no safetensors file at all ({error})", anew) from None
     if metadata.get("format") != FORMAT:
