@@ -12,6 +12,7 @@ MODEL_TESTS := tests/test_smoke.py tests/test_structure.py tests/test_cli.py tes
 PIP_OF = .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/$*/pins.txt
 
 .PHONY: demo test test-versions test-oldest check bench needles setup clean
+.PRECIOUS: .venvs/%/.ready
 
 demo: $(READY)  ## hide a fact in a long speech, evict before the question is known, ask, and print what it cost
 	$(BIN)/kvest compare
