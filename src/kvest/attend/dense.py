@@ -61,10 +61,7 @@ def weighted(
         return torch._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, 0.0, False, attn_mask=bias, scale=scale
         )[0]
-    logits = (queries.float() * scale) @ keys.float().transpose(2, 3)  # rounded to bfloat16 they would be off by 1 %
-    if bias is not None:
-        logits = logits + bias
-    return torch.softmax(logits, dim=-1).to(values.dtype) @ values
+    return torch.softmax(_logits(queries, keys, bias, scale), dim=-1).to(values.dtype) @ values
 
 
 def weighted_with_sinks(
@@ -86,8 +83,17 @@ def weighted_with_sinks(
             queries, keys, values, 0.0, False, attn_mask=bias, scale=scale
         )
         return out * torch.sigmoid(lse.float() - sinks)[..., None].to(out.dtype)
-    logits = (queries.float() * scale) @ keys.float().transpose(2, 3)
-    if bias is not None:
-        logits = logits + bias
+    logits = _logits(queries, keys, bias, scale)
     share = torch.sigmoid(torch.logsumexp(logits, dim=-1) - sinks)[..., None]
     return (torch.softmax(logits, dim=-1) * share).to(values.dtype) @ values
+
+
+def _logits(
+    queries: Float[Tensor, "b h q d"],
+    keys: Float[Tensor, "b h t d"],
+    bias: Float[Tensor, "#b #h #q t"] | None,
+    scale: float,
+) -> Float[Tensor, "b h q t"]:
+    """`scale q.k + bias` in float32: rounded to bfloat16 they would be off by 1 %."""
+    logits = (queries.float() * scale) @ keys.float().transpose(2, 3)
+    return logits if bias is None else logits + bias

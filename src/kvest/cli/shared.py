@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -87,15 +86,8 @@ def check_writable(path: Path | None) -> None:
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a whole file or none."""
-    from kvest.hf.storage import umask
+    from kvest.hf.storage import whole_file
 
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(scratch, 0o666 & ~umask())
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")

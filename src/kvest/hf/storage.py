@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,24 +242,27 @@ def _check(path: str | os.PathLike[str], header: CacheHeader, model: PreTrainedM
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {str(path)!r}: no folder {str(path.parent)!r}")
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    os.close(handle)
-    try:
+    with whole_file(path) as scratch:
         save_file(tensors, scratch, metadata=metadata)
-        with open(scratch, "rb+") as file:
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file beside `path` that takes its place once it is written, with the mode of any new file."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
+    scratch = Path(name)
+    try:
+        yield scratch
+        with scratch.open("rb+") as file:
             os.fsync(file.fileno())
-        os.chmod(scratch, 0o666 & ~umask())
-        os.replace(scratch, path)
+        mask = os.umask(0)
+        os.umask(mask)
+        scratch.chmod(0o666 & ~mask)
+        scratch.replace(path)
     except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise
-
-
-def umask() -> int:
-    """What this process takes from the modes of new files."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _read(path: str | os.PathLike[str], *, tensors: bool) -> tuple[CacheHeader, dict[str, Tensor]]:
