@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvest.rotary import Rotation
 from kvest.types import Observation
 
-AXES = {"b": 2, "h": 3, "g": 5, "q": 11, "t": 23, "d": 14, "e": 7}  # d is even, for the rotary embedding
+AXES = {"b": 2, "h": 3, "g": 5, "q": 11, "t": 23, "d": 14, "e": 7, "m": 29}  # d is even, for the rotary embedding
 
 
-def rotation(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of a rotary embedding of width 14, in the rotate-half layout."""
-    angles = positions.double()[:, None] * 7.0 ** -(torch.arange(7, dtype=torch.float64) / 7)
-    return torch.cat([angles.cos()] * 2, -1).float(), torch.cat([angles.sin()] * 2, -1).float()
+ROTATION = Rotation(lambda: (7.0 ** -(torch.arange(7) / 7), 1.0))
 
 
 def first_round(generator: torch.Generator, lengths: tuple[int, ...] = (23, 17), **fields: Any) -> Observation:
@@ -90,7 +88,8 @@ def _observation(
             "scale": 0.31,
             "sinks": 2,
             "window": 3,
-            "rotation": rotation,
+            "rotation": ROTATION,
+            "output": 1 + torch.randn(h, AXES["g"], AXES["m"], AXES["e"], generator=generator),
             **fields,
         },
     )

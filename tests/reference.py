@@ -159,7 +159,7 @@ def rotated(x: Sequence[float], cos: Sequence[float], sin: Sequence[float]) -> l
 
 def capkv(a: Head, form: str = "authors", tau: float = 5.0, ahead: int = 512) -> Scores:
     def turn(position: int) -> tuple[list[float], list[float]]:
-        cos, sin = a.o.rotation(torch.tensor([position]))
+        cos, sin = a.o.rotation.at(torch.tensor([position]))
         return cos[0].tolist(), sin[0].tolist()
 
     total = dict.fromkeys(a.entries, 0.0)

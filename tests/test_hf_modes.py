@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
 import kvest
 from hf_tools import feed, hybrid, tokens
@@ -124,14 +124,6 @@ def test_fused_projections_are_not_kept_alive_by_the_keys(kind, generator):
     feed(model, cache, tokens(generator, 61))
     report = cache.report()
     assert report.kept_bytes == report.full_bytes
-
-
-def test_a_partial_rotation_is_refused_for_the_form_that_undoes_it():
-    config = PhiConfig(vocab_size=101, hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=3)
-    model = PhiForCausalLM(config).eval()
-    with pytest.raises(kvest.UnsupportedModel, match="rotary embedding"):
-        kvest.EvictionCache(model, "capkv/top_k/none@0.5")
-    kvest.EvictionCache(model, "capkv(form=paper)/top_k/none@0.5")
 
 
 def test_flash_attention_is_refused_by_name(tiny_model):

@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils import _pytree
 
-Rotation = Callable[[Int[Tensor, "n"]], tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]]
-"""Positions -> (cos, sin) of the model's rotary embedding, in the rotate-half layout."""
+from kvest.rotary import Rotation
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,10 @@ class Observation:
     for each row before heads compete; proposals that need a size (`streaming`, `with_certain`) read it. The first
     `sinks` positions and the `window` most recent entries are `protected`: they stay, whatever the score; so does all
     of a row that is not `due` (it holds no more than its budget, while other rows of the batch are evicted).
-    `history` is the attention that each entry had collected before this round, where a policy carries it. `split`
-    reaches the layer's other heads, where processes share them.
+    `history` is the attention that each entry had collected before this round, where a policy carries it. `layer` is
+    the place among the `layers` that are evicted. Of the model, for proposals that need it: `rotation` undoes the
+    rotary embedding of this layer, `output` is the part of its output projection that each query head goes through
+    (`output[h, g] @ v`, `m` the model's width). `split` reaches the layer's other heads, where processes share them.
     """
 
     queries: Float[Tensor, "b h g q d"]
@@ -62,7 +63,10 @@ class Observation:
     sinks: int = 0
     window: int = 0
     history: Float[Tensor, "b h t"] | None = None
+    layer: int = 0
+    layers: int = 1
     rotation: Rotation | None = None
+    output: Float[Tensor, "h g m e"] | None = None
     split: Split = Split()
 
     @property
@@ -89,6 +93,7 @@ class Observation:
         wide = ("queries", "keys", "values", "log_weights", "positions", "lengths", "history")
         parts = {name: x[one, only] for name in wide if (x := getattr(self, name)) is not None}
         parts |= {name: getattr(self, name)[one] for name in ("query_lengths", "seen", "budget", "due")}
+        parts |= {} if self.output is None else {"output": self.output[only]}
         return replace(self, **parts)
 
     def recent(self, count: int | None) -> Observation:

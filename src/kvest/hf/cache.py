@@ -34,17 +34,17 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         policy = Policy.parse(policy) if isinstance(policy, str) else policy
         compat.check(model)
         layers, evictable = compat.stock_layers(model)
-        rotation = compat.rotation(model)
-        if policy.propose.needs_rotation and rotation is None:
+        rotations = compat.rotations(model)
+        if policy.propose.needs_rotation and any(rotations[index] is None for index in evictable):
             raise compat.UnsupportedModel(
                 model,
-                f"{policy.propose} undoes a full rotary embedding, and it has none of that kind",
+                f"{policy.propose} undoes the rotary embedding, and its is of a kind that kvest does not know",
                 "Use another proposal",
             )
         windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
         config = compat.text_config(model)
         share = parallel.share(model)
-        self.session = Session(model, policy, int(seed), config, evictable, rotation, windows, share)
+        self.session = Session(model, policy, int(seed), config, evictable, rotations, windows, share)
         for index in evictable:
             layers[index] = EvictionLayer(index, self.session)
         super().__init__(layers=layers)

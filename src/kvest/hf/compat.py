@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import transformers
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from packaging import version
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -17,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvest.types import Rotation
+from kvest.rotary import Rotation
 
 PREFIX = "kvest_"
 """An attached model's attention implementation is this and the name of the one it had, e.g. `kvest_sdpa`."""
@@ -190,30 +192,75 @@ def query_length(argument: int | Tensor) -> int:
     return argument.shape[0] if isinstance(argument, Tensor) else argument
 
 
-def rotation(model: PreTrainedModel) -> Rotation | None:
-    """Positions -> (cos, sin) of the model's rotary embedding; None where it has none of the common kind."""
-    modules = [m for name, m in model.named_modules() if name.split(".")[-1] == "rotary_emb"]
-    if not modules:
-        return None
+_PLAIN_WHERE_FULL = ("cohere2", "exaone4")
+"""Model types whose full attention layers turn nothing if there are sliding ones."""
+
+
+def rotations(model: PreTrainedModel) -> list[Rotation | None]:
+    """How each layer turns queries and keys; None where that is of no kind that can be undone."""
     config = text_config(model)
+    layers = config.num_hidden_layers
+    plain = Rotation(lambda: (torch.empty(0), 1.0))
+    known = vars(config).keys() | vars(config.__class__).keys()
+    if not any("rope" in name or "rotary" in name for name in known):
+        return [plain] * layers  # learned positions, or none
+    modules = [m for name, m in model.named_modules() if name.split(".")[-1] == "rotary_emb"]
+    turned = _rotation(model, modules[0]) if modules else None
+    used = list(getattr(config, "no_rope_layers", None) or [1] * layers)  # 1 where it is used, whatever its name
+    if config.model_type in _PLAIN_WHERE_FULL and getattr(config, "sliding_window", None):
+        used = [kind != "full_attention" for kind in config.layer_types]
+    return [turned if use else plain for use in used]
+
+
+def _rotation(model: PreTrainedModel, embedding: nn.Module) -> Rotation | None:
+    """Read off the model's own rotary embedding, if that computes what kvest thinks it does."""
+    prefix = "full_attention_" if hasattr(embedding, "full_attention_inv_freq") else ""
     rotate_half = getattr(sys.modules[type(model).__module__], "rotate_half", None)
-    probe = torch.arange(1.0, 5.0)
-    if getattr(config, "no_rope_layers", None) or rotate_half is None:
+    halves = None if rotate_half is None else rotate_half(torch.arange(1.0, 5.0)).tolist()
+    if halves not in (_HALVES, _PAIRS) or not isinstance(getattr(embedding, f"{prefix}inv_freq", None), Tensor):
         return None
-    if rotate_half(probe).tolist() != [-3.0, -4.0, 1.0, 2.0]:  # interleaved pairs, as in cohere
+
+    def of(embedding: nn.Module) -> Rotation:
+        def frequencies() -> tuple[Float[Tensor, "n"], float]:
+            found: Tensor = getattr(embedding, f"{prefix}inv_freq")
+            return found, float(getattr(embedding, f"{prefix}attention_scaling", 1.0))
+
+        return Rotation(frequencies, interleaved=halves == _PAIRS)
+
+    asked = copy.deepcopy(embedding)  # asking may change the frequencies
+    positions = torch.arange(3, device=asked.get_buffer(f"{prefix}inv_freq").device)
+    if positions.is_meta:
         return None
-    embedding = modules[0]
-    layered = hasattr(embedding, "layer_types")
+    kwargs = {"layer_type": "full_attention"} if prefix else {}
+    theirs = asked(torch.empty(1, 1, device=positions.device), positions[None], **kwargs)
+    ours = of(asked).at(positions)
+    other = replace(of(asked), interleaved=False).at(positions)  # glm lays its pairs out later
+    same = any(_close(each, theirs) for each in (ours, other))
+    return of(embedding) if same else None
 
-    def rotate(positions: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]:
-        like = torch.empty(0, dtype=torch.float32, device=positions.device)
-        kwargs = {"layer_type": "full_attention"} if layered else {}
-        cos, sin = embedding(like, positions[None], **kwargs)
-        return cos[0].to(positions.device), sin[0].to(positions.device)
 
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Where weights are offloaded, the model's own device is meta.
-    device = next((buffer.device for buffer in embedding.buffers() if not buffer.is_meta), torch.device("cpu"))
-    if rotate(torch.zeros(1, dtype=torch.int64, device=device))[0].shape[-1] != width:
-        return None  # a partial rotation
-    return rotate
+_HALVES, _PAIRS = [-3.0, -4.0, 1.0, 2.0], [-2.0, 1.0, -4.0, 3.0]
+"""What the two kinds of `rotate_half` make of 1, 2, 3, 4."""
+
+
+def _close(ours: tuple[Tensor, Tensor], theirs: Any) -> bool:
+    shapes = [a.shape == b[0].shape for a, b in zip(ours, theirs, strict=True)]
+    return all(shapes) and all(torch.allclose(a, b[0], atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
+def output_projection(module: nn.Module, queries: int, width: int) -> Float[Tensor, "hg m e"]:
+    """The columns of an attention module's output projection that each of `queries` heads of `width` goes through.
+
+    Raises ValueError where it has none that kvest knows.
+    """
+    for name in ("o_proj", "out_proj", "dense", "c_proj", "wo"):
+        weight = getattr(getattr(module, name, None), "weight", None)
+        if weight is None:
+            continue
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        weight = weight.T if type(getattr(module, name)).__name__ == "Conv1D" else weight
+        if weight.ndim == 2 and weight.shape[1] == queries * width:
+            return weight.detach().reshape(len(weight), queries, width).transpose(0, 1)
+    raise ValueError(
+        f"kvest found no output projection in {type(module).__name__}: take a proposal that does not look at it"
+    )

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvest.hf import compat
 from kvest.retain import Store
 from kvest.types import Observation
 
@@ -49,9 +50,20 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
         sinks=session.policy.sinks,
         window=session.policy.window,
         history=history,
-        rotation=session.rotation,
+        layer=session.evictable.index(layer.index),
+        layers=len(session.evictable),
+        rotation=session.rotations[layer.index],
+        output=_output(layer, heads, h, values.shape[3]) if session.policy.propose.needs_output else None,
         split=session.share.split,
     )
+
+
+def _output(layer: EvictionLayer, heads: int, kv_heads: int, width: int) -> Float[Tensor, "h g m e"]:
+    """The part of the layer's output projection that each query head goes through."""
+    module = layer.module() if layer.module is not None else None
+    assert module is not None  # it is computing right now
+    output = compat.output_projection(module, heads, width)
+    return output.reshape(kv_heads, heads // kv_heads, *output.shape[1:])
 
 
 def _whole(

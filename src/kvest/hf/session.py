@@ -20,7 +20,8 @@ from kvest.budget import Footprint
 from kvest.hf.parallel import Share
 from kvest.policy import Policy
 from kvest.random import Stream
-from kvest.types import Observation, Proposal, Retained, Rotation
+from kvest.rotary import Rotation
+from kvest.types import Observation, Proposal, Retained
 
 INDEX_BYTES = 8
 """Bytes of an entry besides key and value: a float32 log weight and an int32 position."""
@@ -83,12 +84,12 @@ class Session:
         seed: int,
         config: Any,
         evictable: list[int],
-        rotation: Rotation | None,
+        rotations: list[Rotation | None],
         window_tokens: int,
         share: Share,
     ) -> None:
         self.model, self.policy, self.seed, self.config = weakref.ref(model), policy, seed, config
-        self.evictable, self.rotation, self.share = evictable, rotation, share
+        self.evictable, self.rotations, self.share = evictable, rotations, share
         self.window_tokens = window_tokens  # summed over bounded layers: what they hold at most
         self.marks: list[Any] = []  # of branches that are open: what they keep alive is held by this cache
         self.reset()
@@ -126,7 +127,7 @@ class Session:
         memo[id(self)] = new
         new.marks = []
         for name, value in vars(self).items():
-            if name not in ("marks", "model", "policy", "config", "evictable", "rotation"):
+            if name not in ("marks", "model", "policy", "config", "evictable", "rotations"):
                 setattr(new, name, copy.deepcopy(value, memo))
         return new
 

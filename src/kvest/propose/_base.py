@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvest.rotary import Rotation
 from kvest.types import Observation, Proposal
 
 
@@ -19,12 +20,14 @@ class Propose(ABC):
 
     `queries` is how many of the latest queries the method looks at (0: none, None: all). `deterministic_only` marks
     scores that are no proposal density (most entries have score 0), `carries` those that add up over rounds.
-    `needs_rotation` marks those that undo the rotary embedding.
+    `needs_rotation` marks those that undo the rotary embedding, `needs_output` those that look at the layer's output
+    projection.
     """
 
     deterministic_only: ClassVar[bool] = False
     carries: ClassVar[bool] = False
     needs_rotation: ClassVar[bool] = False
+    needs_output: ClassVar[bool] = False
 
     @property
     def queries(self) -> int | None:
@@ -57,3 +60,20 @@ def last(observation: Observation, count: int) -> Observation:
     if observation.queries.shape[3] == 0:
         raise ValueError("this proposal looks at queries, and the observation has none: observe() needs queries")
     return observation.recent(count)
+
+
+def rotation_of(observation: Observation) -> Rotation:
+    """The rotary embedding to undo; a clear error where it was not given."""
+    if observation.rotation is None:
+        raise ValueError(
+            "this proposal undoes the rotary embedding and was given none: pass Observation.rotation (one of 0 "
+            "frequencies for a model without), or take another proposal"
+        )
+    return observation.rotation
+
+
+def output_of(observation: Observation) -> Float[Tensor, "h g m e"]:
+    """The output projection of each query head; a clear error where it was not given."""
+    if observation.output is None:
+        raise ValueError("this proposal looks at the output projection and was given none: pass Observation.output")
+    return observation.output

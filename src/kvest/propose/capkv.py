@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvest.propose._base import Propose, at_least, last, propose_score
-from kvest.types import Observation, Proposal, Rotation
+from kvest.propose._base import Propose, at_least, last, propose_score, rotation_of
+from kvest.types import Observation, Proposal
 
 
 @dataclass(frozen=True)
@@ -98,40 +98,12 @@ def _mean(queries: Float[Tensor, "b h g q d"], observation: Observation) -> Floa
 
 def _ahead(observation: Observation, ahead: int) -> Float[Tensor, "b h g d"]:
     """The mean query before its rotation, rotated by the mean rotation of the `ahead` positions that follow."""
-    rotation = observation.rotation
-    if rotation is None:
-        raise ValueError(
-            "capkv(form='authors') undoes the rotary embedding and was given none: pass Observation.rotation "
-            "(positions -> cos, sin), or use capkv(form='paper')"
-        )
+    rotation = rotation_of(observation)
     means = []
     for row in range(observation.queries.shape[0]):
         seen, count = int(observation.seen[row]), int(observation.query_lengths[row])
         queries = observation.queries[row, :, :, observation.queries.shape[3] - count :]
-        plain = _turned_back(queries, rotation, torch.arange(seen - count, seen, device=queries.device)) / max(count, 1)
-        future = torch.arange(seen, seen + ahead, device=queries.device)
-        cos, sin = (part.float().mean(0) for part in rotation(future))
-        means.append(plain * cos + _half(plain) * sin)
+        positions = torch.arange(seen - count, seen, device=queries.device)
+        plain = rotation.undone_sum(queries, positions) / max(count, 1)
+        means.append(rotation.turn(plain, *rotation.ahead(seen, ahead, queries.device)))
     return torch.stack(means)
-
-
-def _turned_back(
-    queries: Float[Tensor, "h g n d"], rotation: Rotation, positions: Int[Tensor, "n"]
-) -> Float[Tensor, "h g d"]:
-    """`sum_n` of the queries before their rotation: `q cos - half(q) sin`, one head at a time.
-
-    `half` is linear, so that the sum over n is taken first: `sum half(q) sin = half(sum q sin')`, sin' with its halves
-    exchanged.
-    """
-    cos, sin = (part.float() for part in rotation(positions))
-    size = cos.square() + sin.square()  # 1, or the square of an attention factor (yarn)
-    cos, sin = cos / size, (sin / size).roll(sin.shape[-1] // 2, dims=-1)
-    heads = queries.flatten(0, 1)
-    along = torch.stack([(head.float() * cos).sum(0) for head in heads])
-    across = torch.stack([(head.float() * sin).sum(0) for head in heads])
-    return (along - _half(across)).view(*queries.shape[:2], -1)
-
-
-def _half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
