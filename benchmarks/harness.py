@@ -112,9 +112,9 @@ def arguments(description: str, **extra: Any) -> argparse.Namespace:
     return chosen
 
 
-def finish(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Print the conditions; write the record if asked to."""
-    record = {"conditions": conditions(), "rows": rows}
+def finish(rows: list[dict[str, Any]], path: Path | None, **more: Any) -> None:
+    """Print the conditions and what `more` there is to them; write the record if asked to."""
+    record = {"conditions": {**conditions(), **more}, "rows": rows}
     print("conditions:", ", ".join(f"{key} {value}" for key, value in record["conditions"].items()), flush=True)
     if path is not None:
         path.write_text(json.dumps(record, indent=2) + "\n")

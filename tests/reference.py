@@ -108,9 +108,16 @@ def last_query(a: Head, values: bool = True, layer: bool = False) -> Scores:
     return a.by_norm({i: sum(s.get(a.positions[i], 0.0) for s in seen) / len(heads) for i in a.entries}, values)
 
 
-def snapkv(a: Head, window: int = 64, pool: int = 5) -> Scores:
+def snapkv(a: Head, window: int = 64, pool: int = 5, peer: bool = False) -> Scores:
     asked = a.asked[-window:]
     raw = a.attended({j: 1 / len(asked) for j in asked})
+    if peer:  # zeros beyond both ends, and the observed queries' own entries are an end
+        own = [i for i in a.entries if a.positions[i] >= a.seen - len(asked)]
+        pooled = {
+            i: sum(raw.get(n, 0.0) for n in range(i - pool // 2, i + pool // 2 + 1) if n not in own) / pool
+            for i in a.entries
+        }
+        return {i: max(pooled.values()) if i in own else x for i, x in pooled.items()}
     near = {i: [n for n in range(i - pool // 2, i + pool // 2 + 1) if n in a.entries] for i in a.entries}
     return {i: sum(raw[n] for n in near[i]) / len(near[i]) for i in a.entries}
 
@@ -163,9 +170,11 @@ def capkv(a: Head, form: str = "authors", tau: float = 5.0, ahead: int = 512) ->
         return cos[0].tolist(), sin[0].tolist()
 
     total = dict.fromkeys(a.entries, 0.0)
+    counted = [i for i in a.entries if form == "paper" or a.positions[i] >= 4]
     for g in a.groups:
-        keys, queries = {i: a.k[i] for i in a.entries}, [a.q[g][j] for j in a.asked]
+        keys, queries = {i: a.k[i] for i in counted}, [a.q[g][j] for j in a.asked]
         if form == "authors":
+            queries = queries[max(0, 4 - (a.seen - len(queries))) :]
             turns = [turn(a.seen - len(queries) + n) for n in range(len(queries))]
             back = [rotated(q, cos, [-x for x in sin]) for q, (cos, sin) in zip(queries, turns, strict=True)]
             later = [turn(a.seen + n) for n in range(ahead)]
@@ -173,16 +182,14 @@ def capkv(a: Head, form: str = "authors", tau: float = 5.0, ahead: int = 512) ->
             keys = {i: unit(k) for i, k in keys.items()}
         else:
             mu = mean(queries)
-        log_w = {i: tau * dot(keys[i], mu) + a.l[i] for i in a.entries}
-        if form == "authors":
-            w = {i: math.exp(x - max(log_w.values())) + 1e-6 for i, x in log_w.items()}
-        else:
-            w = {i: math.exp(x) for i, x in log_w.items()}
-        v = {i: torch.tensor(a.v[i], dtype=torch.float64) for i in a.entries}
-        gram = torch.eye(len(a.v[0]), dtype=torch.float64) + sum(w[i] * torch.outer(v[i], v[i]) for i in a.entries)
-        for i in a.entries:
+        log_w = {i: tau * dot(keys[i], mu) + a.l[i] for i in counted}
+        top, more = (max(log_w.values()), 1e-6) if form == "authors" else (0.0, 0.0)
+        w = {i: math.exp(x - top) for i, x in log_w.items()}
+        v = {i: torch.tensor(a.v[i], dtype=torch.float64) for i in counted}
+        gram = torch.eye(len(a.v[0]), dtype=torch.float64) + sum((w[i] + more) * torch.outer(v[i], v[i]) for i in v)
+        for i in counted:
             total[i] += w[i] * float(v[i] @ torch.linalg.solve(gram, v[i])) / len(a.groups)
-    return total
+    return {i: x if i in counted else max(total.values()) for i, x in total.items()}
 
 
 def mixed(a: Head, of: Callable[[Head], Scores], eps: float) -> Scores:

@@ -50,7 +50,7 @@ WRONG = {  # text with a | where the caret belongs -> what is said
     "uniform(|3)/top_k/none@0.25": "uniform takes 0 arguments at most (none)",
     "snapkv(3, |window=5)/top_k/none@0.25": "window is given twice",
     "snapkv(window=3, |window=5)/top_k/none@0.25": "window is given twice",
-    "snapkv(3, 5, |7)/top_k/none@0.25": "snapkv takes 2 arguments at most (window, pool)",
+    "snapkv(3, 5, True, |7)/top_k/none@0.25": "snapkv takes 3 arguments at most (window, pool, peer)",
     "|snapkv(window=0)/top_k/none@0.25": "snapkv needs window >= 1",
     "|snapkv(pool=4)/top_k/none@0.25": "an odd pool",
     "|mixed/top_k/none@0.25": "argument: 'proposal'",

@@ -36,6 +36,7 @@ CASES = [
     (SnapKV(), reference.snapkv, {}),
     (SnapKV(window=5, pool=3), reference.snapkv, {"window": 5, "pool": 3}),
     (SnapKV(window=9, pool=1), reference.snapkv, {"window": 9, "pool": 1}),
+    (SnapKV(window=5, pool=5, peer=True), reference.snapkv, {"window": 5, "pool": 5, "peer": True}),
     (H2O(), reference.h2o, {}),
     (H2O(values=True), reference.h2o, {"values": True}),
     (H2O(divide=False), reference.h2o, {"divide": False}),
@@ -64,7 +65,7 @@ def test_score_equals_its_twin(propose, twin, knobs, make, generator):
 
 
 @pytest.mark.parametrize("make", [first_round, second_round])
-@pytest.mark.parametrize(("propose", "twin", "knobs"), CASES[3:5] + CASES[8:16], ids=repr)
+@pytest.mark.parametrize(("propose", "twin", "knobs"), CASES[3:5] + CASES[9:17], ids=repr)
 def test_attention_scores_equal_their_twins_where_one_logit_towers_over_all_others(
     propose, twin, knobs, make, generator
 ):

