@@ -268,3 +268,31 @@ def test_compress_says_what_is_wrong(kvest: Kvest, tiny_folder: Path, tmp_path: 
         assert out.returncode == 2, arguments
         assert says in " ".join(out.stderr.split()), out.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["document.txt", "tiny"]
+
+
+def test_explain_says_what_each_part_does_and_needs(kvest, tmp_path):
+    record = tmp_path / "parts.json"
+    out = kvest("explain", "kvest@0.1, every=64", "--json", str(record))
+    assert out.returncode == 0
+    said = " ".join(out.stdout.split())
+    for words in ("1 - cos(k_i, m)", "arXiv:2504.15364", "every query of the prompt", "log w_i = -tau log pi_i"):
+        assert words in said
+    parts = json.loads(record.read_text())["parts"]
+    assert [part["stage"] for part in parts[:3]] == ["propose", "proposal", "by"]
+    assert parts[2]["part"] == "keydiff"
+    assert parts[2]["unlike"] == "shifted by 1, to be non-negative."
+    assert "evicted again whenever 64 entries have come on top" in json.loads(record.read_text())["budget"]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_policy_can_be_explained(kvest, name):
+    """Without a budget as well; each part has a formula."""
+    out = kvest("explain", name)
+    assert out.returncode == 0
+    assert f"{NAMED[name]}@0.25" in " ".join(out.stdout.split())
+
+
+def test_explain_points_at_what_it_cannot_read(kvest):
+    out = kvest("explain", "snapk/top_k/none")
+    assert out.returncode == 2
+    assert "Did you mean 'snapkv'?" in out.stderr

@@ -1,4 +1,4 @@
-"""`kvest generate`, `kvest compare`, `kvest compress`, `kvest ask`, `kvest ls`."""
+"""`kvest generate`, `kvest compare`, `kvest compress`, `kvest ask`, `kvest ls`, `kvest explain`."""
 
 from __future__ import annotations
 
@@ -126,3 +126,14 @@ def ls(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     from kvest.cli.ls import ls as command
 
     command(kind.value)
+
+
+@app.command()
+def explain(
+    policy: Annotated[str, typer.Argument(help="A policy, with or without its budget, or the name of one.")],
+    json: Json = None,
+) -> None:
+    """What each part of a policy does: its formula, its source, and what it needs."""
+    from kvest.cli.explain import explain as command
+
+    command(policy, json)
