@@ -220,3 +220,21 @@ def test_without_queries_there_is_a_clear_error(propose, generator):
     silent = part(first_round(generator), 0, queries=torch.empty(1, 3, 5, 0, 14), query_lengths=torch.tensor([0]))
     with pytest.raises(ValueError, match="looks at queries"):
         propose(silent)
+
+
+@pytest.mark.parametrize("propose", [H2O(), Harmonic(), Harmonic(rows=4), SnapKV(window=5)], ids=repr)
+@pytest.mark.parametrize("make", [first_round, second_round])
+def test_known_normalizers_change_nothing(propose, make, generator):
+    """They stand in for sums that would be taken; those of missing queries are garbage."""
+    observation = make(generator)
+    q, t = observation.queries.shape[3], observation.keys.shape[2]
+    logits = torch.einsum("bhgqd,bhtd->bhgqt", observation.queries, observation.keys).double() * observation.scale
+    logits = logits + observation.log_weights[:, :, None, None]
+    later = torch.arange(t) > torch.arange(t - q, t)[:, None]
+    unseen = later | ~observation.valid[:, :, None, None]
+    normalizers = logits.masked_fill(unseen, -torch.inf).logsumexp(-1).float()
+    normalizers = normalizers.masked_fill(~observation.query_valid[:, None, None], torch.nan)
+    got = propose(replace(observation, normalizers=normalizers))
+    torch.testing.assert_close(got.score, propose(observation).score, rtol=1e-4, atol=1e-6)
+    wrong = propose(replace(observation, normalizers=normalizers + 0.1)).score
+    assert (wrong - got.score).abs().max() > 1e-3  # they were used

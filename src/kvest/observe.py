@@ -63,7 +63,8 @@ def blocks(
     if not bool((observation.query_lengths == q).all()):
         missing = (~observation.query_valid[:, slots])[:, None, None].expand(b, h, 1, len(slots)).flatten(0, 1)
     keys = _keys(observation)
-    queries = _queries(observation, keys, own, missing)
+    known = observation.normalizers is not None and causal
+    queries = _queries(observation, keys, own, missing, known)
     size = max(BLOCK_ELEMENTS, LEAST_ROWS * t) if elements is None else elements
     if elements is None and not keys.is_cpu:  # all heads are in one block there
         size *= b * h
@@ -82,7 +83,7 @@ def blocks(
             later = torch.arange(int(mine[0]), visible, device=device) > mine[:, None]
         mass = memory[: b * h * g * r * visible].view(b * h, g, r, visible)
         absent = None if missing is None else missing[..., start : start + r]
-        total = _exponentials(queries[:, :, start : start + r], keys[..., :visible], later, absent, mass)
+        total = _exponentials(queries[:, :, start : start + r], keys[..., :visible], later, absent, mass, known)
         yield Block(slots[start : start + rows], mass.view(b, h, g, r, visible), total.view(b, h, g, r))
 
 
@@ -102,12 +103,17 @@ def _keys(observation: Observation) -> Float[Tensor, "n c t"]:
 
 
 def _queries(
-    observation: Observation, keys: Float[Tensor, "n c t"], own: Int[Tensor, "r"], missing: Bool[Tensor, "n 1 r"] | None
+    observation: Observation,
+    keys: Float[Tensor, "n c t"],
+    own: Int[Tensor, "r"],
+    missing: Bool[Tensor, "n 1 r"] | None,
+    known: bool,
 ) -> Float[Tensor, "n g r c"]:
     """Queries of these slots, beside (-shift, 1)
 
-    The reference is the larger of two logits that the row has: of its own entry, and of the first, often an attention
-    sink. The row's largest is no less, and hardly ever much more: it need not be looked for.
+    Where normalizers are known they are the shift: exponentials are probabilities. Otherwise the reference is the
+    larger of two logits that the row has: of its own entry, and of the first, often an attention sink. The row's
+    largest is no less, and hardly ever much more: it need not be looked for.
     """
     b, h, g, q, d = observation.queries.shape
     t = keys.shape[2]
@@ -117,6 +123,11 @@ def _queries(
     out[..., d], out[..., d + 1] = 0.0, 1.0
     if missing is not None:  # no numbers that could overflow
         out[..., :d].masked_fill_(missing[..., None], 0.0)
+    if known:
+        assert observation.normalizers is not None
+        normalizers = (observation.normalizers if whole else observation.normalizers[..., own - (t - q)]).flatten(0, 1)
+        out[..., d] = -(normalizers if missing is None else normalizers.masked_fill(missing, 0.0))
+        return out
     heads = torch.arange(b * h, device=keys.device)
     first = keys[heads, :, (t - observation.lengths).clamp(max=t - 1).flatten()]
     mine = keys[:, :, t - q :] if whole else keys[:, :, own]
@@ -133,8 +144,10 @@ def _exponentials(
     later: Bool[Tensor, "r w"],
     missing: Bool[Tensor, "n 1 r"] | None,
     out: Float[Tensor, "n g r v"],
+    known: bool,
 ) -> Float[Tensor, "n g r"]:
     """`exp(logit - shift)` into `out`, 0 where one of the last `w` entries is later than the query; returns the sums.
+    Where normalizers are known, they are 1, and the rest need not be looked at.
 
     Where the sum of a query that is not missing comes out too large or too small, the reference is the row's largest
     logit after all.
@@ -152,6 +165,12 @@ def _exponentials(
         return out.sum(dim=-1).clamp_min_(1.0)  # only a missing query sees nothing
 
     product()
+    if known:
+        out.exp_()
+        diagonal.masked_fill_(later, 0.0)
+        if missing is not None:
+            out.masked_fill_(missing[..., None], 0.0)
+        return out.new_ones(n, g, r)
     total = exponentials()
     least, most = (total if missing is None else total.masked_fill(missing, LARGEST / 2)).aminmax()
     if not (float(least) > SMALLEST and float(most) < LARGEST):

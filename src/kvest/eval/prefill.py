@@ -51,7 +51,7 @@ class Prefill:
                 if not isinstance(layer, EvictionLayer):
                     cache.layers[index] = copy.deepcopy(full)
                     continue
-                layer.module = full.module
+                layer.module, layer.normalizers = full.module, full.normalizers
                 layer.update(full.keys, full.values)
                 layer.attend(full.queries[0], full.scale, lambda: (self.ids, None))
                 cache.session.after(layer)

@@ -14,6 +14,7 @@ import transformers
 from jaxtyping import Float
 from packaging import version
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -185,6 +186,28 @@ def inner_attention(name: str, module: nn.Module) -> Callable[..., Any]:
 def inner_mask(name: str) -> Callable[..., Any]:
     """The mask function of the attention implementation called `name`."""
     return ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+
+class Normalizers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Listens to an attention function for `log sum exp` of each query's logits, which some kernels return unasked."""
+
+    _KERNELS = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self._KERNELS:
+            self._found.append(out[1])
+        return out
+
+    def of(self, queries: Float[Tensor, "b n q d"]) -> Float[Tensor, "b n q"] | None:
+        """Those of these queries, if one kernel was called and told."""
+        if len(self._found) != 1 or self._found[0].shape != queries.shape[:3]:
+            return None
+        return self._found[0].detach().float()
 
 
 def query_length(argument: int | Tensor) -> int:

@@ -55,6 +55,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         self.columns = 0
         self.store: Store | None = None
         self.queries: list[Float[Tensor, "b hg n d"]] = []
+        self.normalizers: Float[Tensor, "b hg n"] | None = None  # of these queries, as long as they are of one pass
         self.observed: tuple[Observation, Proposal] | None = None
 
     # -- what transformers asks of a layer
@@ -129,6 +130,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         else:
             self.keys, self.values = self.keys[index], self.values[index]
         self.queries = [query[index] for query in self.queries]
+        self.normalizers = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the latest tokens (a negative number); the session has checked that they are whole."""
@@ -142,6 +144,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
         if self.queries:
             self.queries = [torch.cat(self.queries, dim=2)[:, :, :-count]]
+        self.normalizers = None
 
     # -- what kvest does
 
@@ -153,7 +156,9 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     def back(self, mark: dict[str, Any]) -> None:
         """Return to where `mark` was made."""
-        self.__dict__.update({name: x for name, x in mark.items() if name != "lengths"}, observed=None)
+        self.__dict__.update(
+            {name: x for name, x in mark.items() if name != "lengths"}, observed=None, normalizers=None
+        )
         if self.store is not None:
             self.store.cut(mark["lengths"])
 
@@ -199,8 +204,13 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         """
         session = self.session
         step = session.planned()
-        if self.store is None:
-            output = exact()
+        looked_at = self.session.policy.propose.queries is None and (any(step.due) or session.remembers)
+        if self.store is None and self.columns == step.tokens and looked_at:
+            with compat.Normalizers() as found:
+                output = exact()
+            self.normalizers = found.of(queries) if self.normalizers is None else self.normalizers
+        elif self.store is None:
+            output, self.normalizers = exact(), None
         else:
             exists = None if step.exists is None else step.exists.to(queries.device)
             output = attend(queries, self.store, scale, exists, sinks).transpose(1, 2).contiguous(), None
@@ -246,6 +256,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         looked_at = observation.recent(policy.correct.queries)
         self.observed = (replace(looked_at, queries=own(looked_at.queries)), proposal)
         self._keep_queries(self.session.planned().left_columns)
+        self.normalizers = None
 
     def stream(self) -> Stream:
         """The layer's random numbers of this round."""

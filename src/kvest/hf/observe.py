@@ -32,6 +32,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
         keys, values, log_weights, positions, lengths, history = _stored(layer.store)
     b, h, t, d = keys.shape
     queries, query_lengths = _queries(layer.queries, watched)
+    normalizers, _ = _queries([] if layer.normalizers is None else [layer.normalizers[..., None]], watched)
     if queries is None:
         queries, query_lengths = keys.new_empty(b, h, 0, d), torch.zeros_like(seen)
     heads, q = queries.shape[1:3]
@@ -50,6 +51,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
         sinks=session.policy.sinks,
         window=session.policy.window,
         history=history,
+        normalizers=None if normalizers is None else normalizers.reshape(b, h, heads // h, q),
         layer=session.evictable.index(layer.index),
         layers=len(session.evictable),
         rotation=session.rotations[layer.index],
