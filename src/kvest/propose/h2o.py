@@ -22,6 +22,7 @@ class H2O(Propose):
     values: bool = False
     divide: bool = True
     carries = True
+    attends = True
 
     @property
     def queries(self) -> int | None:
