@@ -51,10 +51,10 @@ class WithCertain(Wrapper):
         by = self.by(observation).score
         if not torch.isfinite(by).all():  # the policy reports it, as for the sampled proposal
             return replace(inner, score=by)
-        return replace(inner, certain=inner.certain | first(observation, by, inner.certain, self.share))
+        return replace(inner, certain=inner.certain | ranked_first(observation, by, inner.certain, self.share))
 
 
-def first(
+def ranked_first(
     observation: Observation, by: Float[Tensor, "b h t"], certain: Bool[Tensor, "b h t"], share: float
 ) -> Bool[Tensor, "b h t"]:
     """The floor(share * budget) entries that `by` ranks first, of those that are neither protected nor certain
