@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import MISSING, fields, replace
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
+from kvest.propose import PROPOSALS, Propose
 from kvest.rotary import Rotation
+from kvest.sample import DESIGNS
 from kvest.types import Observation
 
 AXES = {"b": 2, "h": 3, "g": 5, "q": 11, "t": 23, "d": 14, "e": 7, "m": 29}  # d is even, for the rotary embedding
@@ -124,3 +126,10 @@ def part(observation: Observation, row: int, **changes: Any) -> Observation:
         history=None if history is None else history[one, :, slots],
     )
     return replace(alone, **changes)
+
+
+def default(kind: type, inner: str = "h2o") -> Any:
+    """A part at its defaults; a proposal that it needs is `inner`, a design systematic."""
+    hints = get_type_hints(kind)
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    return kind(**{n: default(PROPOSALS[inner]) if hints[n] is Propose else DESIGNS["systematic"]() for n in needed})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import MISSING, FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 
-from build import first_round, part, second_round
+from build import default, first_round, part, second_round
 from kvest.allocate import ALLOCATIONS
 from kvest.budget import Bytes, Entries, Fraction
 from kvest.correct import CORRECTIONS
@@ -22,14 +22,8 @@ from kvest.types import Observation
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def default(kind: type, inner: str = "uniform"):
-    """A part at its defaults; proposals that it needs are `inner`."""
-    needed = [f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    return kind(**{f.name: default(PROPOSALS[inner]) for f in needed})
-
-
 PARTS = [default(kind) for table in (PROPOSALS, ALLOCATIONS, DESIGNS, CORRECTIONS) for kind in table.values()]
-PROPOSED = [default(kind, "h2o") for kind in PROPOSALS.values()]
+PROPOSED = [default(kind) for kind in PROPOSALS.values()]
 DESIGNED = [default(kind) for kind in DESIGNS.values()]
 CORRECTED = [default(kind) for kind in CORRECTIONS.values()] + [CORRECTIONS["tempered"]("auto")]
 every_proposal = pytest.mark.parametrize("propose", PROPOSED, ids=say)
@@ -192,7 +186,7 @@ def test_every_allocation_with_every_design(design, allocate, make, generator):
 def test_every_correction_of_every_design(correct, design, make, generator):
     """Finite float32, 0 on what is not kept and on what was certain."""
     o = make(generator)
-    proposal = default(PROPOSALS["mixed"], "h2o")(o)
+    proposal = default(PROPOSALS["mixed"])(o)
     proposal = replace(proposal, certain=o.protected)
     draw = design(proposal, o.valid, o.budget[:, None].expand(2, 3), o.positions, Stream(0, 0, [0, 0]))
     log_weights = correct(draw, o)

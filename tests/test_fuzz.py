@@ -65,6 +65,10 @@ def wrapped(inner):
     return st.one_of(
         maker(PROPOSALS, "mixed", proposal=inner, eps=SHARES),
         maker(PROPOSALS, "with_certain", proposal=inner, by=inner, share=SHARES),
+        maker(PROPOSALS, "sharp", proposal=inner, c=st.sampled_from([0.5, 1.3])),
+        maker(PROPOSALS, "chunked", proposal=inner, size=SIZES, layer=st.booleans()),
+        maker(PROPOSALS, "critical", proposal=inner, first=SHARES),
+        maker(PROPOSALS, "defensive", proposal=inner.filter(lambda proposal: proposal.attends)),
     )
 
 

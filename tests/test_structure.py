@@ -15,7 +15,7 @@ import kvest
 
 ROOT = Path(kvest.__file__).parent
 LAYERS = [
-    {"types", "random", "budget", "rotary"},
+    {"types", "random", "budget", "rotary", "neighbours"},
     {"observe", "propose", "allocate", "sample", "correct", "retain", "attend", "certify"},
     {"grammar", "named"},
     {"policy"},

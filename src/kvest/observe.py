@@ -1,7 +1,8 @@
 """What queries saw, computed block by block: no `t x t` matrix and no repeated keys ever exist.
 
 Every attention-based score is a column sum of the attention matrix under weights on its rows:
-`score_i = sum_j weight_j p_j(i)`. `attended` is that sum; the methods differ in their weights.
+`score_i = sum_j weight_j p_j(i)`. `attended` is that sum, or the largest of its terms; the methods differ in their
+weights.
 """
 
 from __future__ import annotations
@@ -206,7 +207,10 @@ def attended(
     *,
     causal: bool = True,
 ) -> Float[Tensor, "b h t"]:
-    """`mean_g sum_j weights_j p_j(i)`; float32, 0 on missing slots."""
+    """`mean_g sum_j weights_j p_j(i)`; float32, 0 on missing slots
+
+    Under `reduction="max"` it is `max_{g, j} p_j(i)` over the queries of positive weight: there weights only select.
+    """
     return by_head(observation, lambda part, rows: _attended(part, weights[rows], slots, causal=causal))
 
 
@@ -219,8 +223,14 @@ def _attended(
     start = 0
     for block in blocks(observation, slots, causal=causal):
         r, visible = block.mass.shape[-2:]
-        weight = (weights[..., start : start + r] / block.total).view(b * h, 1, g * r)
-        score[..., :visible] += weight @ block.mass.view(b * h, g * r, visible)
+        mass, mine = block.mass.view(b * h, g * r, visible), weights[..., start : start + r]
+        if observation.reduction == "max":
+            scale = (1.0 / block.total).view(b * h, g * r, 1)
+            silent = (mine <= 0).expand(b, h, g, r).reshape(b * h, g * r, 1)
+            largest = mass.mul_(scale).masked_fill_(silent, 0.0).amax(dim=1, keepdim=True)  # the block is used up
+            score[..., :visible] = torch.maximum(score[..., :visible], largest)
+        else:
+            score[..., :visible] += (mine / block.total).view(b * h, 1, g * r) @ mass
         start += r
     return score.view(b, h, -1) * observation.valid
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -48,7 +49,8 @@ class Observation:
     the pass that they come from has worked them out (those of missing queries may be anything). `layer` is
     the place among the `layers` that are evicted. Of the model, for proposals that need it: `rotation` undoes the
     rotary embedding of this layer, `output` is the part of its output projection that each query head goes through
-    (`output[h, g] @ v`, `m` the model's width). `split` reaches the layer's other heads, where processes share them.
+    (`output[h, g] @ v`, `m` the model's width). `reduction` says how attention of several queries and query heads
+    becomes one number an entry. `split` reaches the layer's other heads, where processes share them.
     """
 
     queries: Float[Tensor, "b h g q d"]
@@ -70,6 +72,7 @@ class Observation:
     layers: int = 1
     rotation: Rotation | None = None
     output: Float[Tensor, "h g m e"] | None = None
+    reduction: Literal["mean", "max"] = "mean"
     split: Split = Split()
 
     @property

@@ -2,6 +2,9 @@
 
 from kvest.propose._base import Propose
 from kvest.propose.capkv import CapKV
+from kvest.propose.chunked import Chunked
+from kvest.propose.critical import Critical
+from kvest.propose.defensive import Defensive
 from kvest.propose.h2o import H2O
 from kvest.propose.harmonic import Harmonic
 from kvest.propose.key_norm import KeyNorm
@@ -9,6 +12,7 @@ from kvest.propose.keydiff import KeyDiff
 from kvest.propose.last_query import LastQuery
 from kvest.propose.mixed import Mixed
 from kvest.propose.output_error import OutputError
+from kvest.propose.sharp import Sharp
 from kvest.propose.snapkv import SnapKV
 from kvest.propose.streaming import Streaming
 from kvest.propose.uniform import Uniform
@@ -18,6 +22,9 @@ __all__ = [
     "H2O",
     "PROPOSALS",
     "CapKV",
+    "Chunked",
+    "Critical",
+    "Defensive",
     "Harmonic",
     "KeyDiff",
     "KeyNorm",
@@ -25,6 +32,7 @@ __all__ = [
     "Mixed",
     "OutputError",
     "Propose",
+    "Sharp",
     "SnapKV",
     "Streaming",
     "Uniform",
@@ -44,5 +52,9 @@ PROPOSALS: dict[str, type[Propose]] = {
     "capkv": CapKV,
     "mixed": Mixed,
     "with_certain": WithCertain,
+    "sharp": Sharp,
+    "chunked": Chunked,
+    "defensive": Defensive,
+    "critical": Critical,
 }
 """Name in a policy -> method. Wrappers take a proposal as their first argument."""

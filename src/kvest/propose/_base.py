@@ -19,13 +19,14 @@ class Propose(ABC):
     """`score >= 0` for every entry; entries that are certain to stay, if the method has any of its own.
 
     `queries` is how many of the latest queries the method looks at (0: none, None: all). `deterministic_only` marks
-    scores that are no proposal density (most entries have score 0), `carries` those that add up over rounds.
-    `needs_rotation` marks those that undo the rotary embedding, `needs_output` those that look at the layer's output
-    projection.
+    scores that are no proposal density (most entries have score 0), `carries` those that add up over rounds, `attends`
+    those that are made by `observe.attended` and follow `Observation.reduction`. `needs_rotation` marks those that undo
+    the rotary embedding, `needs_output` those that look at the layer's output projection.
     """
 
     deterministic_only: ClassVar[bool] = False
     carries: ClassVar[bool] = False
+    attends: ClassVar[bool] = False
     needs_rotation: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
 

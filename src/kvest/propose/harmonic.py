@@ -24,6 +24,7 @@ class Harmonic(Propose):
 
     rows: int | None = None
     values: bool = True
+    attends = True
 
     def __post_init__(self) -> None:
         at_least(1, rows=self.rows)

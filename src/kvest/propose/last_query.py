@@ -24,6 +24,7 @@ class LastQuery(Propose):
 
     values: bool = True
     layer: bool = False
+    attends = True
 
     @property
     def queries(self) -> int | None:

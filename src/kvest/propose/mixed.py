@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvest.propose._base import Propose
+from kvest.propose._wrapper import Wrapper
 from kvest.types import Observation, Proposal
 
 
 @dataclass(frozen=True)
-class Mixed(Propose):
+class Mixed(Wrapper):
     """score_i = (1 - eps) x_i / sum x + eps / t      (x: the score of `proposal`, t: the head's entries)
 
     Scores that see only a few queries miss entries that later ones want. The mixture also bounds the weights: no
@@ -19,24 +19,12 @@ class Mixed(Propose):
     Source: defensive importance sampling, Hesterberg 1995, doi:10.1080/00401706.1995.10484303.
     """
 
-    proposal: Propose
     eps: float = 0.2
+    deterministic_only = False  # every entry has a share
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps <= 1:
             raise ValueError(f"mixed needs 0 <= eps <= 1, not {self.eps!r}")
-
-    @property
-    def queries(self) -> int | None:
-        return self.proposal.queries
-
-    @property
-    def carries(self) -> bool:  # type: ignore[override]  # the inner proposal's
-        return self.proposal.carries
-
-    @property
-    def needs_rotation(self) -> bool:  # type: ignore[override]  # the inner proposal's
-        return self.proposal.needs_rotation
 
     def __call__(self, observation: Observation) -> Proposal:
         inner = self.proposal(observation)

@@ -29,6 +29,7 @@ class SnapKV(Propose):
     window: int = 64
     pool: int = 5
     peer: bool = False
+    attends = True
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
