@@ -17,8 +17,8 @@ class SnapKV(Propose):
 
     Source: SnapKV, arXiv:2404.14469.
     Unlike the paper: which recent entries stay for sure is the policy's `window`, not the observed queries; at the ends
-    of the sequence the pool averages over the neighbours that exist; in later rounds of a standing budget only the
-    queries since the last round are looked at.
+    of the sequence the pool averages over the neighbours that exist (made entries are nobody's); in later rounds of a
+    standing budget only the queries since the last round are looked at.
     """
 
     window: int = 64
@@ -38,7 +38,7 @@ class SnapKV(Propose):
         newest = last(observation, self.window)
         weights = query_weights(newest) / newest.query_lengths[:, None].clamp_min(1)
         score = attended(newest, weights)
-        valid = observation.valid.float()
-        total = avg_pool1d(score * valid, self.pool, stride=1, padding=self.pool // 2)
-        present = avg_pool1d(valid, self.pool, stride=1, padding=self.pool // 2)
+        tokens = (observation.valid & ~observation.made).float()
+        total = avg_pool1d(score * tokens, self.pool, stride=1, padding=self.pool // 2)
+        present = avg_pool1d(tokens, self.pool, stride=1, padding=self.pool // 2)
         return propose_score(observation, total / present.clamp_min(1e-6))

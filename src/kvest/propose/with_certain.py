@@ -50,7 +50,7 @@ class WithCertain(Propose):
         by = self.by(observation).score
         if not torch.isfinite(by).all():  # the policy reports it, as for the sampled proposal
             return replace(inner, score=by)
-        rank = by.masked_fill(taken | ~observation.valid, -1.0)
+        rank = by.masked_fill(taken | observation.made | ~observation.valid, -1.0)
         share = (self.share * observation.budget.double() + 1e-9).floor().long()
         room = observation.budget[:, None] - taken.sum(dim=-1)
         count = torch.minimum(share[:, None], room.clamp_min(0))
