@@ -68,6 +68,14 @@ def second_round(
     return replace(made, history=history)
 
 
+def made_round(generator: torch.Generator, **fields: Any) -> Observation:
+    """As `second_round`, where the first entries of each head were made: position -1, three of them or fewer."""
+    observation = second_round(generator, **fields)
+    rank = torch.arange(observation.keys.shape[2]) - observation.keys.shape[2] + observation.lengths[..., None]
+    made = (rank >= 0) & (rank < torch.tensor([[3, 2, 3], [1, 3, 0]])[..., None])
+    return replace(observation, positions=observation.positions.masked_fill(made, -1))
+
+
 def _observation(
     generator: torch.Generator, *, q: int, positions: Tensor, lengths: Tensor, query_lengths: Tensor, **fields: Any
 ) -> Observation:

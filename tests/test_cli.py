@@ -76,7 +76,7 @@ def test_help_imports_neither_torch_nor_transformers():
     assert out.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("kind", ["proposal", "allocation", "design", "correction"])
+@pytest.mark.parametrize("kind", ["proposal", "allocation", "design", "correction", "stand-in"])
 def test_ls_names_every_part(kvest: Kvest, kind: str):
     out = kvest("ls", f"{kind}s")
     assert out.returncode == 0

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from build import default, first_round, part, second_round
+from build import default, first_round, made_round, part, second_round
 from kvest.allocate import ALLOCATIONS
 from kvest.budget import Bytes, Entries, Fraction
 from kvest.correct import CORRECTIONS
@@ -17,17 +17,20 @@ from kvest.policy import Policy
 from kvest.propose import PROPOSALS
 from kvest.random import Stream
 from kvest.sample import DESIGNS
+from kvest.stand_in import STAND_INS
 from kvest.types import Observation
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
-PARTS = [default(kind) for table in (PROPOSALS, ALLOCATIONS, DESIGNS, CORRECTIONS) for kind in table.values()]
+TABLES = (PROPOSALS, ALLOCATIONS, DESIGNS, CORRECTIONS, STAND_INS)
+PARTS = [default(kind) for table in TABLES for kind in table.values()]
 PROPOSED = [default(kind) for kind in PROPOSALS.values()]
 DESIGNED = [default(kind) for kind in DESIGNS.values()]
 CORRECTED = [default(kind) for kind in CORRECTIONS.values()] + [CORRECTIONS["tempered"]("auto")]
+STOOD_IN = [STAND_INS["centroids"](), STAND_INS["centroids"](3, 0.5, 7)]
 every_proposal = pytest.mark.parametrize("propose", PROPOSED, ids=say)
-every_round = pytest.mark.parametrize("make", [first_round, second_round])
+every_round = pytest.mark.parametrize("make", [first_round, second_round, made_round])
 
 
 def to(observation: Observation, dtype: torch.dtype) -> Observation:
@@ -48,8 +51,10 @@ def test_a_part_is_a_frozen_dataclass_whose_repr_is_its_record(part):
     import kvest.correct
     import kvest.propose
     import kvest.sample
+    import kvest.stand_in
 
-    names = {**vars(kvest.propose), **vars(kvest.allocate), **vars(kvest.sample), **vars(kvest.correct)}
+    stages = (kvest.propose, kvest.allocate, kvest.sample, kvest.correct, kvest.stand_in)
+    names = {name: x for stage in stages for name, x in vars(stage).items()}
     assert eval(repr(part), names) == part
     assert hash(part) == hash(replace(part))
     with pytest.raises(FrozenInstanceError):
@@ -213,13 +218,19 @@ def combinations():
     corrected = [*CORRECTED, CORRECTIONS["tempered"](0.5, "counts"), CORRECTIONS["tempered"](1.0, "inclusion", 8)]
     budgets = [Fraction(0.25), Fraction(1.0), Entries(64), Bytes("3MiB"), Bytes(1001)]
     options = [{}, {"every": 5}, {"sinks": 0, "window": 1}, {"every": 7, "sinks": 8, "window": 32}]
-    turns = itertools.cycle(itertools.product(budgets, options))
+    stand_ins = [{"stand_in": x} for x in (STAND_INS["none"](), *STOOD_IN)]
+    turns = itertools.cycle(itertools.product(budgets, options, stand_ins))
     for propose, kind, design, correct in itertools.product(proposed, ALLOCATIONS.values(), DESIGNED, corrected):
-        budget, option = next(turns)
+        budget, option, stand_in = next(turns)
         try:
-            yield Policy(propose, design, correct, budget, default(kind), **option)
+            yield Policy(propose, design, correct, budget, default(kind), **option, **stand_in)
         except ValueError:
-            assert (propose.deterministic_only and design.random) or (correct.corrects and not design.random)
+            weighted = design.random and correct.corrects
+            assert (
+                (propose.deterministic_only and design.random)
+                or (correct.corrects and not design.random)
+                or (stand_in["stand_in"].shares and not weighted)
+            )
 
 
 def test_every_policy_reads_back_from_its_text():

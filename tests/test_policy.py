@@ -69,7 +69,7 @@ WRONG = {  # text with a | where the caret belongs -> what is said
     "snapkv/top_k|": "expected a correction, after '/'",
     "snapkv/top_k/none|": "expected a budget, after '@'",
     "snapkv(3|/top_k/none@0.25": "expected ',' or ')' in the arguments of snapkv",
-    "|": "expected a proposal here: a policy is PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET",
+    "|": "expected a proposal here: a policy is PROPOSE[+ALLOCATE]/DESIGN/CORRECTION[+STAND_IN]@BUDGET",
     "snapkv/top_k/none@|": "cannot read '' as a number of bytes",
     "snapkv/top_k/none@|0": "a budget of entries must be a whole number of at least 1, not 0",
     "snapkv/top_k/none@|0.0": "keep must be in (0, 1], not 0.0",

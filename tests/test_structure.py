@@ -16,7 +16,7 @@ import kvest
 ROOT = Path(kvest.__file__).parent
 LAYERS = [
     {"types", "random", "budget", "rotary", "neighbours"},
-    {"observe", "propose", "allocate", "sample", "correct", "retain", "attend", "certify"},
+    {"observe", "propose", "allocate", "sample", "correct", "stand_in", "retain", "attend", "certify"},
     {"grammar", "named"},
     {"policy"},
     {"hf", "integrations"},

@@ -1,4 +1,4 @@
-"""Policies as people write them: `PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET[, every=N, sinks=N, window=N]`.
+"""Policies as people write them: `PROPOSE[+ALLOCATE]/DESIGN/CORRECTION[+STAND_IN]@BUDGET[, every=N, sinks=N, ...]`.
 
 A part is `name` or `name(argument, key=value)`; arguments are numbers, True, False, None, words, or proposals.
 """
@@ -18,6 +18,7 @@ from kvest.correct import CORRECTIONS
 from kvest.named import NAMED
 from kvest.propose import PROPOSALS, Propose
 from kvest.sample import DESIGNS
+from kvest.stand_in import STAND_INS, NoStandIn
 
 if TYPE_CHECKING:
     from kvest.policy import Policy
@@ -27,8 +28,9 @@ TABLES: dict[str, Mapping[str, type]] = {
     "allocation": ALLOCATIONS,
     "design": DESIGNS,
     "correction": CORRECTIONS,
+    "stand-in": STAND_INS,
 }
-_SHAPE = "PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET[, every=N], like snapkv/top_k/none@0.25"
+_SHAPE = "PROPOSE[+ALLOCATE]/DESIGN/CORRECTION[+STAND_IN]@BUDGET[, every=N], like snapkv/top_k/none@0.25"
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -57,10 +59,11 @@ def parse(text: str) -> dict[str, Any]:
 def write(policy: Policy) -> str:
     """The text that `parse` reads back to an equal policy."""
     allocate = "" if policy.allocate == UniformAllocation() else f"+{say(policy.allocate)}"
+    stand_in = "" if policy.stand_in == NoStandIn() else f"+{say(policy.stand_in)}"
     options = [
         f", {f.name}={getattr(policy, f.name)}" for f in fields(policy) if f.name in _OPTIONS and _changed(policy, f)
     ]
-    parts = f"{say(policy.propose)}{allocate}/{say(policy.design)}/{say(policy.correct)}"
+    parts = f"{say(policy.propose)}{allocate}/{say(policy.design)}/{say(policy.correct)}{stand_in}"
     return f"{parts}@{policy.budget}{''.join(options)}"
 
 
@@ -89,7 +92,8 @@ def say(part: Any) -> str:
     return f"{name}({', '.join(said)})" if said else name
 
 
-_SAID = {("tempered", "tau"), ("mixed", "eps"), ("with_certain", "share")}  # part of the record even at their default
+_SAID = {("tempered", "tau"), ("mixed", "eps"), ("with_certain", "share"), ("centroids", "count")}
+"""Part of the record even at their default."""
 _KEYED = ("by", "share", "values", "divide", "layer", "form", "rows", "of")  # clearer with their key
 
 
@@ -121,6 +125,8 @@ class _Reader:
         out["design"] = self.part("design")
         self.expect("/", "a correction, after '/'")
         out["correct"] = self.part("correction")
+        if self.took("+"):
+            out["stand_in"] = self.part("stand-in")
         self.expect("@", "a budget, after '@': 0.25 of the tokens, 2048 entries, or 512MiB")
         out["budget"] = self.budget()
         while self.took(","):

@@ -16,12 +16,14 @@ from kvest.propose import Propose
 from kvest.random import Stream
 from kvest.retain import retain
 from kvest.sample import Design
+from kvest.stand_in import NoStandIn, StandIn
+from kvest.stand_in._base import may_stay
 from kvest.types import Observation, Proposal, Retained
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What to keep of a KV cache, and when: `PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET[, every=N]`
+    """What to keep of a KV cache, and when: `PROPOSE[+ALLOCATE]/DESIGN/CORRECTION[+STAND_IN]@BUDGET[, every=N]`
 
     One-shot by default: the cache is evicted once, after the prompt (the first forward pass). With `every=N` the
     budget stands: whenever a head holds N entries more than the budget, and after every pass of several tokens (a
@@ -36,6 +38,7 @@ class Policy:
     correct: Correct
     budget: Budget
     allocate: Allocate = field(default_factory=UniformAllocation)
+    stand_in: StandIn = field(default_factory=NoStandIn)
     every: int | None = None
     sinks: int = 4
     window: int = 16
@@ -50,6 +53,12 @@ class Policy:
             raise ValueError(
                 f"{grammar.say(self.propose)} gives most entries probability 0, so {grammar.say(self.design)} has "
                 "nothing to draw from: write /top_k/none, or mix it: mixed(streaming, 0.2)"
+            )
+        if self.stand_in.shares and not (self.design.random and self.correct.corrects):
+            raise ValueError(
+                f"{grammar.say(self.stand_in)} leaves a part of what is gone to the weights of the sample, and "
+                f"{grammar.say(self.design)}/{grammar.say(self.correct)} gives none: leave share out, or write "
+                "/systematic/inclusion"
             )
         if not isinstance(self.budget, Fraction | Entries | Bytes):
             raise ValueError(f"budget must be Fraction(0.25), Entries(2048) or Bytes('512MiB'), not {self.budget!r}")
@@ -82,13 +91,23 @@ class Policy:
     def __str__(self) -> str:
         return grammar.write(self)
 
+    @property
+    def queries(self) -> int | None:
+        """The latest queries that any of its parts looks at; None: all."""
+        return None if self.propose.queries is None else max(self.propose.queries, self.queries_to_settle)
+
+    @property
+    def queries_to_settle(self) -> int:
+        """The latest queries that are looked at once an entry is scored."""
+        return max(self.correct.queries, self.stand_in.queries)
+
     def evict(self, observations: Sequence[Observation], streams: Sequence[Stream]) -> list[Retained]:
-        """Evict some layers together: propose, allocate, sample, correct, retain."""
+        """Evict some layers together: propose, allocate, sample, correct, stand in, retain."""
         proposals = [self.proposal(observation) for observation in observations]
         return self.settle(observations, proposals, streams)
 
     def proposal(self, observation: Observation) -> Proposal:
-        """Score one layer; sinks and window are certain to stay."""
+        """Score one layer; sinks and window are certain to stay, and what was made is worth nothing."""
         proposal = self.propose(observation)
         finite = torch.isfinite(proposal.score).all()[None]
         if not torch.cat(observation.split.gather(finite)).all():  # in every process, so that none waits for another
@@ -100,7 +119,9 @@ class Policy:
         if history is not None:  # a row that is not due counts its queries when it is
             before = torch.zeros_like(history) if observation.history is None else observation.history
             history = torch.where(observation.due[:, None, None], history, before)
-        return Proposal(proposal.score, proposal.certain | observation.protected, history)
+        made = observation.made
+        certain = proposal.certain & ~made | observation.protected
+        return Proposal(proposal.score.masked_fill(made, 0.0), certain, history)
 
     def settle(
         self, observations: Sequence[Observation], proposals: Sequence[Proposal], streams: Sequence[Stream]
@@ -109,7 +130,11 @@ class Policy:
         counts = self.allocate(proposals, observations, self.design)
         kept = []
         for observation, proposal, count, stream in zip(observations, proposals, counts, streams, strict=True):
-            draw = self.design(proposal, observation.valid, count, observation.positions, stream)
+            room = self.stand_in.room(proposal, observation, count)
+            proposal, candidates = may_stay(proposal, observation, count)
+            draw = self.design(proposal, candidates, count - room, observation.positions, stream)
             log_weights = self.correct(draw, observation)
-            kept.append(retain(observation, draw, log_weights, proposal if self.every else None))
+            stays = self.stand_in(draw, log_weights, observation, room)
+            history = proposal if self.every else None
+            kept.append(retain(stays.observation, draw, stays.log_weights, history, stays.made))
         return kept

@@ -13,30 +13,49 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvest.types import Draw, Observation, Proposal, Retained
+from kvest.types import Draw, Made, Observation, Proposal, Retained
 
 
 def retain(
-    observation: Observation, draw: Draw, log_weights: Float[Tensor, "b h t"], proposal: Proposal | None = None
+    observation: Observation,
+    draw: Draw,
+    log_weights: Float[Tensor, "b h t"],
+    proposal: Proposal | None = None,
+    made: Made | None = None,
 ) -> Retained:
     """Copy the kept entries into storage of their own; `log_weights` is what this round adds.
 
-    `proposal` is given where its history must be carried to the next round.
+    `proposal` is given where its history must be carried to the next round. `made` entries stand in front of each
+    head's kept ones.
     """
-    index = draw.keep.flatten().nonzero()[:, 0]
-    counts = draw.keep.sum(dim=-1).tolist()
+    keep = draw.keep
+    index = keep.flatten().nonzero()[:, 0]
+    counts = keep.sum(dim=-1)
+    if made is not None:
+        n = made.keys.shape[2]
+        there = (torch.arange(n, device=keep.device) < made.counts[..., None]).flatten().nonzero()[:, 0]
+        order = torch.cat([there // n, index // keep.shape[2]]).argsort(stable=True)  # by head, the made ones first
+        counts = counts + made.counts
 
-    def pick(x: Tensor) -> Tensor:
-        return x.flatten(0, 2).index_select(0, index)
+    def pick(x: Tensor, name: str | int) -> Tensor:
+        """`name`: what it is of the made entries, or the number that it is for them."""
+        mine = x.flatten(0, 2).index_select(0, index)
+        if made is None:
+            return mine
+        if isinstance(name, str):
+            before = getattr(made, name).flatten(0, 2).index_select(0, there)
+        else:
+            before = mine.new_full((len(there),), name)
+        return torch.cat([before, mine]).index_select(0, order)
 
     carried = proposal.history if proposal is not None else None
     return Retained(
-        keys=pick(observation.keys),
-        values=pick(observation.values),
-        log_weights=pick(observation.log_weights + log_weights),
-        positions=pick(observation.positions).to(torch.int32),
-        counts=tuple(tuple(row) for row in counts),
-        history=None if carried is None else pick(carried),
+        keys=pick(observation.keys, "keys"),
+        values=pick(observation.values, "values"),
+        log_weights=pick(observation.log_weights + log_weights, "log_weights"),
+        positions=pick(observation.positions, -1).to(torch.int32),
+        counts=tuple(tuple(row) for row in counts.tolist()),
+        history=None if carried is None else pick(carried, 0),
     )
 
 

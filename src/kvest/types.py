@@ -4,8 +4,9 @@ Axes, the same letters everywhere (`docs/notation.md`): `b` rows, `h` KV heads, 
 `q` queries, `t` entries seen, `s` slots kept, `d` key width, `e` value width, `l` layers.
 
 Entries stand in ascending order of position and are *right-aligned*: where heads hold different numbers, the missing
-slots are in front. Queries are right-aligned too, and the last `q` entries are the queries' own: the query in slot
-`q - 1 - i` wrote the entry in slot `t - 1 - i` and sees no later one.
+slots are in front. An entry of position -1 was *made*: it is no token's, and stands in for evicted ones. Queries are
+right-aligned too, and the last `q` entries are the queries' own: the query in slot `q - 1 - i` wrote the entry in slot
+`t - 1 - i` and sees no later one.
 """
 
 from __future__ import annotations
@@ -82,6 +83,14 @@ class Observation:
         return slots >= self.keys.shape[2] - self.lengths[..., None]
 
     @property
+    def made(self) -> Bool[Tensor, "b h t"]:
+        """Which slots hold an entry that stands in for evicted ones: seen by queries, but never scored, drawn or kept.
+
+        A round makes them anew from what they stood for; only where a head keeps all, they stay as they are.
+        """
+        return self.valid & (self.positions < 0)
+
+    @property
     def query_valid(self) -> Bool[Tensor, "b q"]:
         """Which slots hold a query."""
         q = self.queries.shape[3]
@@ -89,9 +98,10 @@ class Observation:
 
     @property
     def protected(self) -> Bool[Tensor, "b h t"]:
-        """Sinks and window, and all of a row that is not due: what stays whatever the score."""
+        """Sinks and window, and all tokens' entries of a row that is not due: what stays whatever the score."""
         recent = self.positions >= (self.seen - self.window)[:, None, None]
-        return self.valid & ((self.positions < self.sinks) | recent | ~self.due[:, None, None])
+        stays = (self.positions < self.sinks) | recent | ~self.due[:, None, None]
+        return self.valid & ~self.made & stays
 
     def head(self, row: int, head: int) -> Observation:
         """One head of one row, as views."""
@@ -142,8 +152,28 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Made:
+    """Entries that stand in for evicted ones: the first `counts` of each head's `n` slots hold one."""
+
+    keys: Float[Tensor, "b h n d"]
+    values: Float[Tensor, "b h n e"]
+    log_weights: Float[Tensor, "b h n"]
+    counts: Int[Tensor, "b h"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays of a layer: `log_weights` is what this round adds to those of kept entries, `made` stands in for the
+    others (None: nothing does)."""
+
+    observation: Observation
+    log_weights: Float[Tensor, "b h t"]
+    made: Made | None = None
+
+
+@dataclass(frozen=True)
 class Retained:
-    """The entries that stay, packed without gaps: head by head, row by row, ascending positions.
+    """The entries that stay, packed without gaps: head by head, row by row, ascending positions (made ones first).
 
     `counts[row][head]` says how many of the `s` slots belong to each head, in that order.
     """
@@ -156,5 +186,5 @@ class Retained:
     history: Float[Tensor, "s"] | None = None
 
 
-for _noun in (Observation, Proposal, Draw, Retained):
+for _noun in (Observation, Proposal, Draw, Made, Kept, Retained):
     _pytree.register_dataclass(_noun)

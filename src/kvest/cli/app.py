@@ -32,6 +32,7 @@ class Kind(StrEnum):
     allocations = "allocations"
     designs = "designs"
     corrections = "corrections"
+    stand_ins = "stand-ins"
     policies = "policies"
 
 
@@ -44,7 +45,7 @@ DtypeOption = Annotated[Dtype, typer.Option(help="What the model computes in.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file as well.")]
 
-POLICY_HELP = "PROPOSE[+ALLOCATE]/DESIGN/CORRECTION@BUDGET, e.g. snapkv/top_k/none@0.25."
+POLICY_HELP = "PROPOSE[+ALLOCATE]/DESIGN/CORRECTION[+STAND_IN]@BUDGET, e.g. snapkv/top_k/none@0.25."
 
 
 @app.command()

@@ -226,10 +226,9 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     def _forget_old_queries(self) -> None:
         """Keep what the policy looks at: of a proposal with a window, that many real queries of every row."""
-        limit = self.session.policy.propose.queries
+        limit = self.session.policy.queries
         if limit is None:
             return
-        limit = max(limit, self.session.policy.correct.queries)
         total = sum(query.shape[2] for query in self.queries)
         watched = self.session.planned().watched
         if watched is not None and limit > 0:
@@ -253,7 +252,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         policy = self.session.policy
         observation = observe(self, scale)
         proposal = policy.proposal(observation)
-        looked_at = observation.recent(policy.correct.queries)
+        looked_at = observation.recent(policy.queries_to_settle)
         self.observed = (replace(looked_at, queries=own(looked_at.queries)), proposal)
         self._keep_queries(self.session.planned().left_columns)
         self.normalizers = None

@@ -23,8 +23,9 @@ class Report:
 
     `kept_bytes` counts every storage that the cache holds: keys, values, weights, positions, room to append, and what a
     later eviction needs. `full_bytes` is what a stock cache would hold for the tokens seen. `positions[l][b][h]`
-    (ascending) and `log_weights[l][b][h]` are 1-D tensors; entries that are exact have log weight 0. `evictions` counts
-    the rounds per row, `evicted_layers` the layers that take part.
+    (ascending) and `log_weights[l][b][h]` are 1-D tensors; entries that are exact have log weight 0, entries that were
+    made to stand in for evicted ones have position -1. `evictions` counts the rounds per row, `evicted_layers` the
+    layers that take part.
     """
 
     policy: str
@@ -43,6 +44,16 @@ class Report:
         """Whether nothing was evicted: the prompt was shorter than the budget, or no prompt was read yet."""
         return not any(self.evictions)
 
+    @property
+    def made(self) -> Int[Tensor, "l b h"]:
+        """How many of the kept entries were made to stand in for evicted ones."""
+        made = torch.zeros_like(self.kept)
+        for index, layer in enumerate(self.positions):
+            for row, heads in enumerate(layer):
+                for head, where in enumerate(heads):
+                    made[index, row, head] = int((where < 0).sum())
+        return made
+
     def __str__(self) -> str:
         if self.kept.numel() == 0:
             return f"policy       {self.policy}\nseen         nothing yet"
@@ -50,6 +61,8 @@ class Report:
         share = kept.mean() / self.seen.double().mean().clamp_min(1)
         low, high = int(kept.min()), int(kept.max())
         spread = f" (from {low} to {high} over heads)" if low != high else ""
+        made = self.made[self.evicted_layers].double().mean()
+        spread += f", {made:.0f} of them made" if made > 0 else ""
         lines = [
             ("policy", self.policy),
             ("tokens seen", ", ".join(str(n) for n in self.seen.tolist())),

@@ -42,11 +42,12 @@ class LastQuery(Propose):
 def over_heads(observation: Observation, score: Float[Tensor, "b h t"]) -> Float[Tensor, "b h t"]:
     """The mean over all heads of the layer, in whatever process: by position, as heads may hold different entries
 
-    A head that does not hold a position any more counts with 0.
+    A head that does not hold a position any more counts with 0; a made entry has none, and gets 0.
     """
     b, h, _ = score.shape
     end = int(observation.seen.max())  # one slot more, for what is missing
-    where = observation.positions.masked_fill(~observation.valid, end)
+    tokens = observation.valid & ~observation.made
+    where = observation.positions.masked_fill(~tokens, end)
     table = score.new_zeros(b, h, end + 1).scatter_(2, where, score)
     mean = torch.cat(observation.split.gather(table), dim=1).mean(dim=1, keepdim=True)
-    return mean.expand(b, h, end + 1).gather(2, where) * observation.valid
+    return mean.expand(b, h, end + 1).gather(2, where) * tokens

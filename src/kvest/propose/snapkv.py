@@ -20,8 +20,8 @@ class SnapKV(Propose):
 
     Source: SnapKV, arXiv:2404.14469.
     Unlike the paper: which recent entries stay for sure is the policy's `window`, not the observed queries; at the ends
-    of the sequence the pool averages over the neighbours that exist; in later rounds of a standing budget only the
-    queries since the last round are looked at.
+    of the sequence the pool averages over the neighbours that exist (made entries are nobody's); in later rounds of a
+    standing budget only the queries since the last round are looked at.
     `peer=True`: as kvpress 0.5.5, whose pool ends before the observed queries' own entries, and divides by its full
     size at both ends; it keeps those entries whatever the budget, as a policy of `window=64, sinks=0` does.
     """
@@ -49,8 +49,8 @@ class SnapKV(Propose):
             observed = observation.positions >= (observation.seen - newest.query_lengths)[:, None, None]
             pooled = self._pooled(score.masked_fill(observed, 0.0))
             return propose_score(observation, torch.where(observed, pooled.amax(dim=-1, keepdim=True), pooled))
-        present = self._pooled(observation.valid.float())
-        return propose_score(observation, self._pooled(score) / present.clamp_min(1e-6))
+        tokens = (observation.valid & ~observation.made).float()
+        return propose_score(observation, self._pooled(score * tokens) / self._pooled(tokens).clamp_min(1e-6))
 
     def _pooled(self, x: Float[Tensor, "b h t"]) -> Float[Tensor, "b h t"]:
         """Means over `pool` neighbours, of which those beyond the ends count as 0."""

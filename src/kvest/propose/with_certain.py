@@ -62,7 +62,7 @@ def ranked_first(
     Fewer where these leave less room in the budget.
     """
     taken = observation.protected | certain
-    rank = by.masked_fill(taken | ~observation.valid, -1.0)
+    rank = by.masked_fill(taken | observation.made | ~observation.valid, -1.0)
     wanted = (share * observation.budget.double() + 1e-9).floor().long()
     room = observation.budget[:, None] - taken.sum(dim=-1)
     count = torch.minimum(wanted[:, None], room.clamp_min(0))

@@ -1,0 +1,17 @@
+"""Stand-ins: what does a head hold for what is gone?  `Draw, log weights -> Kept`. One a file, one line here."""
+
+from kvest.stand_in._base import StandIn
+from kvest.stand_in.centroids import Centroids
+from kvest.stand_in.none import NoStandIn
+
+__all__ = [
+    "STAND_INS",
+    "Centroids",
+    "NoStandIn",
+    "StandIn",
+]
+
+STAND_INS: dict[str, type[StandIn]] = {
+    "none": NoStandIn,
+    "centroids": Centroids,
+}

@@ -1,0 +1,67 @@
+"""Independent twins of the stand-ins in float64: a loop over entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from reference import Head, dot, mean
+
+Entry = tuple[list[float], list[float], float]
+"""Key, value, log weight."""
+
+
+def mean_query(a: Head, rows: int) -> list[float]:
+    """Over the group and the last `rows` queries of this row."""
+    return mean([a.q[g][j] for g in a.groups for j in a.asked[-rows:]])
+
+
+def weighted_mean(weights: Sequence[float], vectors: Sequence[Sequence[float]]) -> list[float]:
+    return [dot(weights, column) / sum(weights) for column in zip(*vectors, strict=True)]
+
+
+def squared(x: Sequence[float], y: Sequence[float]) -> float:
+    return sum((p - q) ** 2 for p, q in zip(x, y, strict=True))
+
+
+def clusters(a: Head, entries: dict[int, float], count: int, iterations: int) -> list[list[int]]:
+    """Lloyd's algorithm on these slots and their weights."""
+    order = list(entries)
+    centres = [a.k[order[(2 * c + 1) * len(entries) // (2 * count)]] for c in range(count)]
+
+    def assigned() -> list[list[int]]:
+        members: list[list[int]] = [[] for _ in centres]
+        for i in entries:
+            members[min(range(count), key=lambda c: squared(a.k[i], centres[c]))].append(i)
+        assert all(members), "the twin does not know what to do with an empty cluster"
+        return members
+
+    found = assigned()
+    for _ in range(iterations):
+        centres = [weighted_mean([entries[i] for i in part], [a.k[i] for i in part]) for part in found]
+        found = assigned()
+    return found
+
+
+def centroids(a: Head, kept: set[int], count: int, share: float, rows: int, iterations: int) -> list[Entry]:
+    """The made entries of one head; `kept` are the slots that stay."""
+    mu = mean_query(a, rows)
+    made = []
+    evicted = [i for i in a.entries if i not in kept]
+    weights = {i: math.exp(a.l[i]) * (1.0 if a.positions[i] < 0 else share) for i in evicted}
+    for part in clusters(a, weights, count, iterations):
+        mass = [weights[i] * math.exp(a.o.scale * dot(mu, a.k[i])) for i in part]
+        key = weighted_mean(mass, [a.k[i] for i in part])
+        value = weighted_mean(mass, [a.v[i] for i in part])
+        made.append((key, value, math.log(sum(mass)) - a.o.scale * dot(mu, key)))
+    return made
+
+
+def sums(q: Sequence[float], scale: float, entries: Sequence[Entry]) -> list[float]:
+    """The numerator of attention, and its denominator behind it."""
+    masses = [math.exp(scale * dot(q, k) + w) for k, _, w in entries]
+    return [*(dot(masses, column) for column in zip(*(v for _, v, _ in entries), strict=True)), sum(masses)]
+
+
+def whole(a: Head) -> list[Entry]:
+    return [(a.k[i], a.v[i], a.l[i]) for i in a.entries]
