@@ -45,10 +45,10 @@ class Observation:
     `sinks` positions and the `window` most recent entries are `protected`: they stay, whatever the score; so does all
     of a row that is not `due` (it holds no more than its budget, while other rows of the batch are evicted).
     `history` is the attention that each entry had collected before this round, where a policy carries it; `prepared`
-    are scores that passes of their own made before it (None: nobody ran them).
-    `normalizers` are the queries' `log sum_i exp(scale q.k_i + log_weight_i)` over the entries up to their own, where
-    the pass that they come from has worked them out (those of missing queries may be anything). `layer` is
-    the place among the `layers` that are evicted. Of the model, for proposals that need it: `rotation` undoes the
+    are scores that passes of their own made before it (None: nobody ran them). `normalizers` are the queries'
+    `log sum_i exp(scale q.k_i + log_weight_i)` over the entries up to their own, where the pass that they come from has
+    worked them out (those of missing queries may be anything). `layer` is the place among the `layers` that are
+    evicted. Of the model, for proposals that need it: `rotation` undoes the
     rotary embedding of this layer, `output` is the part of its output projection that each query head goes through
     (`output[h, g] @ v`, `m` the model's width). `reduction` says how attention of several queries and query heads
     becomes one number an entry. `split` reaches the layer's other heads, where processes share them.

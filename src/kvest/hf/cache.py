@@ -94,9 +94,9 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
     ) -> Float[Tensor, "b v"]:
         """Read a document into this empty cache and evict it, before `generate` continues it: the last tokens' logits.
 
-        For a proposal like `kvzip` the model then repeats the document, chunk by chunk, in as many passes more;
-        `tokenizer` says how to ask for that (default: the one that lies where the model was loaded from), and a progress
-        bar shows how far it is. For all others it is the prompt's own pass. After an error the cache is empty.
+        For a proposal like `kvzip` the model then repeats the document, chunk by chunk, in as many passes more, under a
+        progress bar; `tokenizer` says how to ask for that (default: the one that lies where the model was loaded from).
+        For all others this is the prompt's own pass, and no more. After an error the cache is empty.
 
         Raises ValueError for a cache that has read tokens before, and where a tokenizer is needed and not found.
         """

@@ -1,4 +1,4 @@
-"""Reading a document with passes of its own before the first eviction: the model repeats it, and its attention scores it.
+"""Reading a document with more passes before the first eviction: the model repeats it, and its attention scores it.
 
 The passes leave nothing behind. Every row is repeated alone, so that padding stands in front of it and nowhere else.
 """
@@ -126,7 +126,7 @@ def prepare(
 
 def read(
     model: PreTrainedModel, cache: EvictionCache, ids: Int[Tensor, "b n"], attention_mask: Int[Tensor, "b _"] | None
-) -> Float[Tensor, "b n v"]:
+) -> Float[Tensor, "b _ v"]:
     """A pass through `cache`; logits of (at least) the last tokens. The mask covers all columns so far."""
     known = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -192,7 +192,7 @@ def _scores(
 
 
 def _listen(
-    cache: EvictionCache, model: PreTrainedModel, listener: Listener, tokens: list[int], exists: Tensor
+    cache: EvictionCache, model: PreTrainedModel, listener: Listener, tokens: list[int], exists: Bool[Tensor, "1 t"]
 ) -> None:
     """One pass over one row that `listener` hears."""
     ids = torch.tensor([tokens], device=exists.device)

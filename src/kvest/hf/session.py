@@ -138,8 +138,8 @@ class Session:
         """A forward pass over `tokens` new columns starts. Called while the model makes its masks."""
         if columns == 0 and self.policy.propose.extra_passes and not self.puts_off:
             raise ValueError(
-                f"{self.policy} scores a document while the model repeats it: read it with cache.prepare(input_ids) first, "
-                "then generate from the cache"
+                f"{self.policy} scores a document while the model repeats it: read it with "
+                "cache.prepare(input_ids, attention_mask) first, then generate from the cache"
             )
         if not self.seen:
             self.seen, self.held, self.rounds = [0] * rows, [0] * rows, [0] * rows
