@@ -7,7 +7,10 @@ import string
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-TEMPLATE = "<s>Be good. {% for m in messages %}Ask: {{ m['content'] }}{% endfor %}{% if add_generation_prompt %}. Say: {% endif %}"
+TEMPLATE = (
+    "<s>Be good. {% for m in messages %}Ask: {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}. Say: {% endif %}"
+)
 
 
 def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:

@@ -19,7 +19,7 @@ from kvest.correct import NoCorrection
 from kvest.hf import EvictionCache
 from kvest.hf.compat import CACHE_ARGUMENT
 from kvest.hf.layer import EvictionLayer
-from kvest.hf.prepare import repeat_and_evict, request
+from kvest.hf.prepare import read, repeat_and_evict, request
 from kvest.policy import Policy
 from kvest.propose import H2O
 from kvest.sample import TopK
@@ -41,8 +41,7 @@ class Prefill:
         self.model, self.ids, self.attention_mask, self.tokenizer = model, ids, attention_mask, tokenizer
         self._full = EvictionCache(model, _RECORD)
         with torch.no_grad():
-            out = run(model, ids, self._full, attention_mask, logits_to_keep=1)
-        self.logits: Float[Tensor, "b v"] = out.logits[:, -1]
+            self.logits: Float[Tensor, "b v"] = read(model, self._full, ids, attention_mask)[:, -1]
 
     def evict(self, policy: Policy, seed: int = 0) -> EvictionCache:
         """A cache as if this prompt had been read with it. The policy must be one-shot."""

@@ -188,6 +188,7 @@ def _scores(
                 cache.batch_select_indices(torch.tensor([row], device=ids.device))
             listener.held = {layer.index: (layer.keys, layer.values) for layer in layers}
             _listen(cache, model, listener, tokens, exists[row : row + 1])
+    tick(len(todo), len(todo))
     return scores
 
 
@@ -271,6 +272,7 @@ def _bar(show: bool, tokens: int) -> Iterator[Tick]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"reading {tokens:,} tokens", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total, description="repeating")
