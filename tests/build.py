@@ -103,11 +103,13 @@ def _observation(
             **fields,
         },
     )
+    made = replace(made, prepared=torch.rand(b, h, t, generator=generator))
     missing, silent = ~made.valid[..., None], ~made.query_valid[:, None, None, :, None]
     return replace(
         made,
         keys=made.keys.masked_fill(missing, 1e3),
         values=made.values.masked_fill(missing, -1e3),
+        prepared=made.prepared.masked_fill(missing[..., 0], 1e3),
         queries=made.queries.masked_fill(silent, 1e3),
     )
 
@@ -132,6 +134,7 @@ def part(observation: Observation, row: int, **changes: Any) -> Observation:
         budget=observation.budget[one],
         due=observation.due[one],
         history=None if history is None else history[one, :, slots],
+        prepared=observation.prepared[one, :, slots],
     )
     return replace(alone, **changes)
 

@@ -11,6 +11,7 @@ NAMED = {
     "tova": "last_query(values=False, layer=True)/top_k/none",
     "keydiff": "keydiff/top_k/none",
     "knorm": "key_norm/top_k/none",
+    "kvzip": "kvzip+one_threshold(raw=True)/top_k/none",
     "streaming": "streaming/top_k/none",
     "random": "uniform/systematic/inclusion",
 }

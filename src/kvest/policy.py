@@ -60,6 +60,11 @@ class Policy:
                 f"{grammar.say(self.design)}/{grammar.say(self.correct)} gives none: leave share out, or write "
                 "/systematic/inclusion"
             )
+        if self.propose.extra_passes and self.every is not None:
+            raise ValueError(
+                f"{grammar.say(self.propose)} scores what the document holds, once, in passes of its own, and "
+                f"every={self.every} would evict what comes later as well: leave every= out"
+            )
         if not isinstance(self.budget, Fraction | Entries | Bytes):
             raise ValueError(f"budget must be Fraction(0.25), Entries(2048) or Bytes('512MiB'), not {self.budget!r}")
         for name, least in (("sinks", 0), ("window", 0), ("every", 1)):

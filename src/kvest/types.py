@@ -45,10 +45,11 @@ class Observation:
     for each row before heads compete; proposals that need a size (`streaming`, `with_certain`) read it. The first
     `sinks` positions and the `window` most recent entries are `protected`: they stay, whatever the score; so does all
     of a row that is not `due` (it holds no more than its budget, while other rows of the batch are evicted).
-    `history` is the attention that each entry had collected before this round, where a policy carries it.
-    `normalizers` are the queries' `log sum_i exp(scale q.k_i + log_weight_i)` over the entries up to their own, where
-    the pass that they come from has worked them out (those of missing queries may be anything). `layer` is
-    the place among the `layers` that are evicted. Of the model, for proposals that need it: `rotation` undoes the
+    `history` is the attention that each entry had collected before this round, where a policy carries it; `prepared`
+    are scores that passes of their own made before it (None: nobody ran them). `normalizers` are the queries'
+    `log sum_i exp(scale q.k_i + log_weight_i)` over the entries up to their own, where the pass that they come from has
+    worked them out (those of missing queries may be anything). `layer` is the place among the `layers` that are
+    evicted. Of the model, for proposals that need it: `rotation` undoes the
     rotary embedding of this layer, `output` is the part of its output projection that each query head goes through
     (`output[h, g] @ v`, `m` the model's width). `reduction` says how attention of several queries and query heads
     becomes one number an entry. `split` reaches the layer's other heads, where processes share them.
@@ -68,6 +69,7 @@ class Observation:
     sinks: int = 0
     window: int = 0
     history: Float[Tensor, "b h t"] | None = None
+    prepared: Float[Tensor, "b h t"] | None = None
     normalizers: Float[Tensor, "b h g q"] | None = None
     layer: int = 0
     layers: int = 1
@@ -106,7 +108,17 @@ class Observation:
     def head(self, row: int, head: int) -> Observation:
         """One head of one row, as views."""
         one, only = slice(row, row + 1), slice(head, head + 1)
-        wide = ("queries", "keys", "values", "log_weights", "positions", "lengths", "history", "normalizers")
+        wide = (
+            "queries",
+            "keys",
+            "values",
+            "log_weights",
+            "positions",
+            "lengths",
+            "history",
+            "prepared",
+            "normalizers",
+        )
         parts = {name: x[one, only] for name in wide if (x := getattr(self, name)) is not None}
         parts |= {name: getattr(self, name)[one] for name in ("query_lengths", "seen", "budget", "due")}
         parts |= {} if self.output is None else {"output": self.output[only]}

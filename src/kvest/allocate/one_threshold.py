@@ -23,7 +23,11 @@ class OneThreshold(Allocate):
     budget leads to it: peaked heads keep few entries, flat heads many. With `with_replacement` c is one number of
     draws for the whole model; with `top_k` the heads' entries are ranked together. Counts are rounded by largest
     remainder, so that a row keeps its whole budget exactly. Source: ours.
+    `raw=True`: x are the scores as they are, so that a head with larger ones keeps more. They must compare over heads,
+    as shares of attention do. With `top_k` it is kvzip's ranking of all entries of the model, arXiv:2505.23416.
     """
+
+    raw: bool = False
 
     whole_model = True
 
@@ -37,9 +41,22 @@ class OneThreshold(Allocate):
         lengths = together([o.lengths for o in observations], split)
         budget = observations[0].budget * lengths.shape[1]
         free = torch.minimum(budget, lengths.sum(dim=1)) - certain.sum(dim=1)
-        wanted = expected_counts(scores, free, design, split)
+        compared = _raw(scores, proposals, pairs, split) if self.raw else scores
+        wanted = expected_counts(compared, free, design, split)
         counts = certain + largest_remainder(wanted, free, lengths - certain)
         return own(counts, scores, split)
+
+
+def _raw(
+    scores: Sequence[Float[Tensor, "b _ _"]],
+    proposals: Sequence[Proposal],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    split: Split,
+) -> list[Float[Tensor, "b _ _"]]:
+    """Normalised scores times what each head's sum is of the largest head's."""
+    sums = [(p.score.double() * (x > 0)).sum(dim=-1) for p, (x, _) in zip(proposals, pairs, strict=True)]
+    most = together(sums, split).amax(dim=1, keepdim=True).clamp_min(1e-300)
+    return [x * (mine / most.to(x.device))[..., None] for x, mine in zip(scores, sums, strict=True)]
 
 
 def together(layers: Sequence[Shaped[Tensor, "b _"]], split: Split) -> Shaped[Tensor, "b lh"]:

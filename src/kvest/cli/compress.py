@@ -9,10 +9,9 @@ import torch
 from rich.text import Text
 from transformers import TextStreamer
 
-from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read_document, write_json
+from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read, read_document, write_json
 from kvest.eval.compare import answer
 from kvest.eval.document import Prompt, PromptTooLong, prompt, question_alone
-from kvest.eval.prefill import run
 from kvest.hf import CacheFileError, EvictionCache, cache_header
 from kvest.named import NAMED
 from kvest.policy import Policy
@@ -30,8 +29,7 @@ def compress(
     model, tokenizer = load_model(name, dtype, device)
     ids = prompt(tokenizer, text or "", "?", context=context_of(model)).document
     cache = EvictionCache(model, chosen, seed=seed)
-    with STDERR.status(f"reading {ids.shape[1]:,} tokens"), torch.no_grad():
-        run(model, ids.to(model.device), cache, logits_to_keep=1)
+    read(cache, ids.to(model.device), tokenizer)
     place = str(Path(name).resolve()) if Path(name).is_dir() else name
     cache.save(output, model=place, document=str(document), ids=ids[0].tolist())
     report = cache.report()

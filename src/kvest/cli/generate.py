@@ -10,10 +10,9 @@ import torch
 from rich.text import Text
 from transformers import TextStreamer
 
-from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read_document, write_json
+from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read, read_document, write_json
 from kvest.eval.compare import answer
 from kvest.eval.document import prompt
-from kvest.eval.prefill import run
 from kvest.hf import EvictionCache, Report
 from kvest.named import NAMED
 from kvest.policy import Policy
@@ -41,8 +40,7 @@ def generate(
     if parts.question.shape[1] == 0:
         raise ValueError("nothing to ask: this model has no chat template, so give it a --question")
     cache = EvictionCache(model, chosen, seed=seed)
-    with STDERR.status(f"reading {parts.document.shape[1]:,} tokens"), torch.no_grad():
-        run(model, parts.document.to(model.device), cache, logits_to_keep=1)
+    read(cache, parts.document.to(model.device), tokenizer)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     said = answer(model, tokenizer, cache, parts, max_new_tokens, streamer)
     report = cache.report()

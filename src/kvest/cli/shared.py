@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def load_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     once = " (converting it once)" if name in EMBEDDED and not is_converted(name) else ""
     with STDERR.status(f"loading {name}{once}"):
         return load(name, dtype=getattr(torch, dtype), device=device)
+
+
+def read(cache: Any, ids: Any, tokenizer: Any) -> None:
+    """Read a document into `cache`, with a word on standard error, or a bar where the model repeats it."""
+    bar = bool(cache.policy.propose.extra_passes)
+    with nullcontext() if bar else STDERR.status(f"reading {ids.shape[1]:,} tokens"):
+        cache.prepare(ids, tokenizer=tokenizer, progress=bar)
 
 
 def context_of(model: Any) -> int | None:

@@ -67,7 +67,7 @@ def compare(
     on_read: Callable[[], None] = lambda: None,
 ) -> Iterator[Row]:
     """The full cache first, then each policy. The document is read once and evicted before the question is known."""
-    prefill = Prefill(model, prompt.document)
+    prefill = Prefill(model, prompt.document, tokenizer=tokenizer)
     on_read()
     full = prefill.full()
     continuation = greedy(model, copy.deepcopy(full), prefill.logits, CONTINUATION)

@@ -19,6 +19,7 @@ from kvest.correct import NoCorrection
 from kvest.hf import EvictionCache
 from kvest.hf.compat import CACHE_ARGUMENT
 from kvest.hf.layer import EvictionLayer
+from kvest.hf.prepare import read, repeat_and_evict, request
 from kvest.policy import Policy
 from kvest.propose import H2O
 from kvest.sample import TopK
@@ -28,16 +29,19 @@ _RECORD = Policy(H2O(), TopK(), NoCorrection(), Fraction(1.0), every=1 << 40)
 
 
 class Prefill:
-    """A prompt read once by `model`; `logits` are those of its last token."""
+    """A prompt read once by `model`; `logits` are those of its last token. `tokenizer` is that of `prepare`."""
 
     def __init__(
-        self, model: PreTrainedModel, ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None
+        self,
+        model: PreTrainedModel,
+        ids: Int[Tensor, "b t"],
+        attention_mask: Int[Tensor, "b t"] | None = None,
+        tokenizer: Any = None,
     ) -> None:
-        self.model, self.ids, self.attention_mask = model, ids, attention_mask
+        self.model, self.ids, self.attention_mask, self.tokenizer = model, ids, attention_mask, tokenizer
         self._full = EvictionCache(model, _RECORD)
         with torch.no_grad():
-            out = run(model, ids, self._full, attention_mask, logits_to_keep=1)
-        self.logits: Float[Tensor, "b v"] = out.logits[:, -1]
+            self.logits: Float[Tensor, "b v"] = read(model, self._full, ids, attention_mask)[:, -1]
 
     def evict(self, policy: Policy, seed: int = 0) -> EvictionCache:
         """A cache as if this prompt had been read with it. The policy must be one-shot."""
@@ -45,6 +49,8 @@ class Prefill:
             raise ValueError("a standing budget evicts within the prompt's chunks: read the prompt with its own cache")
         cache = EvictionCache(self.model, policy, seed=seed)
         rows, tokens = self.ids.shape
+        asked = request(self.model, self.tokenizer) if policy.propose.extra_passes else None
+        cache.session.puts_off = asked is not None
         cache.session.begin(self.attention_mask, rows, tokens, 0)
         with torch.no_grad():
             for index, (layer, full) in enumerate(zip(cache.layers, self._full.layers, strict=True)):
@@ -55,6 +61,8 @@ class Prefill:
                 layer.update(full.keys, full.values)
                 layer.attend(full.queries[0], full.scale, lambda: (self.ids, None))
                 cache.session.after(layer)
+            if asked is not None:
+                repeat_and_evict(cache, self.model, self.ids, self.attention_mask, asked)
         return cache
 
     def full(self) -> EvictionCache:

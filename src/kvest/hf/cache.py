@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvest.hf import attention, compat, parallel, storage
+from kvest.hf import prepare as preparing
 from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
 from kvest.hf.report import Report, make_report, merge
@@ -81,6 +83,27 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included, as position ids and attention masks count; `report().kept` is what is held."""
         return int(super().get_seq_length(layer_idx))
+
+    def prepare(
+        self,
+        input_ids: Int[Tensor, "b t"],
+        attention_mask: Tensor | None = None,
+        *,
+        tokenizer: Any = None,
+        progress: bool = True,
+    ) -> Float[Tensor, "b v"]:
+        """Read a document into this empty cache and evict it, before `generate` continues it: the last tokens' logits.
+
+        For a proposal like `kvzip` the model then repeats the document, chunk by chunk, in as many passes more, under a
+        progress bar; `tokenizer` says how to ask for that (default: the one that lies where the model was loaded from).
+        For all others this is the prompt's own pass, and no more. After an error the cache is empty.
+
+        Raises ValueError for a cache that has read tokens before, and where a tokenizer is needed and not found.
+        """
+        model = self.session.model()
+        if model is None:
+            raise RuntimeError("this cache's model is gone: read the document before you drop the model")
+        return preparing.prepare(self, model, input_ids, attention_mask, tokenizer, progress)
 
     def save(self, path: str | os.PathLike[str], **notes: Any) -> None:
         """Write everything that is held to a file, atomically, with `notes` (plain values) in its header.

@@ -57,6 +57,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         self.queries: list[Float[Tensor, "b hg n d"]] = []
         self.normalizers: Float[Tensor, "b hg n"] | None = None  # of these queries, as long as they are of one pass
         self.observed: tuple[Observation, Proposal] | None = None
+        self.prepared: Float[Tensor, "b h t"] | None = None  # scores made by passes before the first eviction
 
     # -- what transformers asks of a layer
 
@@ -156,9 +157,8 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     def back(self, mark: dict[str, Any]) -> None:
         """Return to where `mark` was made."""
-        self.__dict__.update(
-            {name: x for name, x in mark.items() if name != "lengths"}, observed=None, normalizers=None
-        )
+        held = {name: x for name, x in mark.items() if name != "lengths"}
+        self.__dict__.update(held, observed=None, prepared=None, normalizers=None)
         if self.store is not None:
             self.store.cut(mark["lengths"])
 
@@ -217,7 +217,9 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         session.waiting = None
         self.scale = scale
         with torch.no_grad():
-            if any(step.due) or session.remembers:
+            if session.listener is not None:
+                session.listener(self, queries, scale)
+            elif any(step.due) or session.remembers:
                 self.queries.append(queries.detach())
                 self._forget_old_queries()
             if any(step.due):
@@ -257,6 +259,14 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         self._keep_queries(self.session.planned().left_columns)
         self.normalizers = None
 
+    def evict_late(self) -> None:
+        """Evict by all that was read, now that `prepare` has run its passes."""
+        if any(self.session.planned().due):
+            self._propose(self.scale)
+        else:
+            self.queries, self.normalizers = [], None
+        self.session.after(self)
+
     def stream(self) -> Stream:
         """The layer's random numbers of this round."""
         return Stream(self.session.seed, self.index, tuple(self.session.rounds), self.session.share.first_head)
@@ -264,4 +274,4 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
     def settle(self, retained: Retained) -> None:
         """Hold what was kept, and nothing else."""
         self.store = Store(retained)
-        self.keys = self.values = self.observed = None
+        self.keys = self.values = self.observed = self.prepared = None

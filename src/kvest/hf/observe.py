@@ -52,6 +52,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
         window=session.policy.window,
         history=history,
         normalizers=None if normalizers is None else normalizers.reshape(b, h, heads // h, q),
+        prepared=_prepared(layer.prepared, exists),
         layer=session.evictable.index(layer.index),
         layers=len(session.evictable),
         rotation=session.rotations[layer.index],
@@ -78,6 +79,11 @@ def _whole(
     positions = torch.arange(t, device=keys.device) - (t - seen)[:, None]
     exact = torch.zeros(b, 1, 1, device=keys.device).expand(b, h, t)
     return keys, values, exact, positions[:, None].expand(b, h, t), seen[:, None].expand(b, h)
+
+
+def _prepared(scores: Float[Tensor, "b h t"] | None, exists: Tensor | None) -> Float[Tensor, "b h t"] | None:
+    """As the keys that they belong to."""
+    return scores if scores is None or exists is None else align(scores[..., None], exists)[..., 0]
 
 
 def _stored(store: Store) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:

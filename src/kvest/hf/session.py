@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -110,6 +111,8 @@ class Session:
         self.pending: list[Evictable] = []  # layers of this pass that wait for the others to compete with
         self.prompt_tokens = 0
         self.drafts = False  # whether the first pass will hold tokens that may be taken back
+        self.puts_off = False  # whether eviction waits for passes that `prepare` runs first
+        self.listener: Callable[[Any, Tensor, float], None] | None = None  # hears one of those passes
 
     def state(self) -> dict[str, Any]:
         """Everything between two passes. Raises RuntimeError where a pass did not finish."""
@@ -133,6 +136,11 @@ class Session:
 
     def begin(self, attention_mask: Tensor | None, rows: int, tokens: int, columns: int) -> None:
         """A forward pass over `tokens` new columns starts. Called while the model makes its masks."""
+        if columns == 0 and self.policy.propose.extra_passes and not self.puts_off:
+            raise ValueError(
+                f"{self.policy} scores a document while the model repeats it: read it with "
+                "cache.prepare(input_ids, attention_mask) first, then generate from the cache"
+            )
         if not self.seen:
             self.seen, self.held, self.rounds = [0] * rows, [0] * rows, [0] * rows
         if len(self.seen) != rows:
@@ -172,7 +180,8 @@ class Session:
             self.prompt_tokens = tokens
             return
         beyond = any(n + a > budget for n, a, budget in zip(self.held, step.added, step.budgets, strict=True))
-        if step.columns == self.prompt_tokens == tokens > 1 and beyond and self.policy.every is None:
+        once = self.policy.every is None and self.listener is None
+        if step.columns == self.prompt_tokens == tokens > 1 and beyond and once:
             warnings.warn(
                 f"two passes of {tokens} tokens in a row look like a chunked prefill, and this policy evicts after the "
                 "first pass only: later chunks stay whole. Set every=N to hold the budget after every chunk.",
@@ -189,34 +198,47 @@ class Session:
                 "was passed (pass a 2D one, 1 for tokens and 0 for padding)"
             )
         if not step.due:
-            rows, heads, _, width = keys.shape
-            self.share.check(heads)
-            heads *= self.share.size  # a budget of bytes is for the whole cache
-            wide = (width + values.shape[-1]) * keys.element_size()
-            carried = HISTORY_BYTES if self.remembers and self.policy.propose.carries else 0
-            footprint = Footprint(
-                entry_bytes=len(self.evictable) * heads * (wide + INDEX_BYTES + carried),
-                fixed_bytes=rows * heads * self.window_tokens * wide,
-                rows=rows,
-            )
             policy = self.policy
-            protected = policy.sinks + policy.window
-            for row, added in enumerate(step.added):
-                seen, held = self.seen[row] + added, self.held[row] + added
-                budget = policy.budget.entries(seen, protected, footprint)
-                if step.columns == 0:
-                    due = held > budget
+            step.budgets = self._budgets(step.added, keys, values)
+            for held, added, budget in zip(self.held, step.added, step.budgets, strict=True):
+                held += added
+                if step.columns == 0 or step.tokens == 0:
+                    due = held > budget and not self.puts_off
                 elif policy.every is None or added == 0:
                     due = False
                 else:
                     due = held > budget if added > 1 else held >= budget + policy.every
-                step.budgets.append(budget)
                 step.due.append(due)
             if self.drafts and any(step.due):
                 self._refuse_drafts()
             self._note_chunks(step)
             self._watch(step, keys.device)
         return step
+
+    def _budgets(self, added: list[int], keys: Tensor, values: Tensor) -> list[int]:
+        """Entries per head that each row may keep once so many tokens are added."""
+        rows, heads, _, width = keys.shape
+        self.share.check(heads)
+        heads *= self.share.size  # a budget of bytes is for the whole cache
+        wide = (width + values.shape[-1]) * keys.element_size()
+        carried = HISTORY_BYTES if self.policy.every is not None and self.policy.propose.carries else 0
+        footprint = Footprint(
+            entry_bytes=len(self.evictable) * heads * (wide + INDEX_BYTES + carried),
+            fixed_bytes=rows * heads * self.window_tokens * wide,
+            rows=rows,
+        )
+        protected = self.policy.sinks + self.policy.window
+        entries = self.policy.budget.entries
+        return [entries(seen + n, protected, footprint) for seen, n in zip(self.seen, added, strict=True)]
+
+    def overdue(self, keys: Tensor, values: Tensor) -> list[bool]:
+        """Which rows hold more than their budget, now that an eviction was put off."""
+        budgets = self._budgets([0] * len(self.seen), keys, values)
+        return [held > budget for held, budget in zip(self.held, budgets, strict=True)]
+
+    def begin_late(self) -> None:
+        """A pass without tokens: the eviction that was put off."""
+        self.step = Step(self.columns, 0, None, [0] * len(self.seen))
 
     def _watch(self, step: Step, device: torch.device) -> None:
         """Queries are kept until every row that has not been evicted by them is: rows come due at different times."""
@@ -242,7 +264,7 @@ class Session:
     @property
     def remembers(self) -> bool:
         """Whether queries must be kept for a later eviction."""
-        return self.policy.every is not None
+        return self.policy.every is not None or self.puts_off
 
     def after(self, layer: Evictable) -> None:
         """A layer's attention is done: evict it, alone or with all others once the last one is there."""

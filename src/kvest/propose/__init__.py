@@ -9,6 +9,7 @@ from kvest.propose.h2o import H2O
 from kvest.propose.harmonic import Harmonic
 from kvest.propose.key_norm import KeyNorm
 from kvest.propose.keydiff import KeyDiff
+from kvest.propose.kvzip import KVzip
 from kvest.propose.last_query import LastQuery
 from kvest.propose.mixed import Mixed
 from kvest.propose.output_error import OutputError
@@ -27,6 +28,7 @@ __all__ = [
     "Defensive",
     "Harmonic",
     "KeyDiff",
+    "KVzip",
     "KeyNorm",
     "LastQuery",
     "Mixed",
@@ -50,6 +52,7 @@ PROPOSALS: dict[str, type[Propose]] = {
     "harmonic": Harmonic,
     "output_error": OutputError,
     "capkv": CapKV,
+    "kvzip": KVzip,
     "mixed": Mixed,
     "with_certain": WithCertain,
     "sharp": Sharp,

@@ -21,7 +21,8 @@ class Propose(ABC):
     `queries` is how many of the latest queries the method looks at (0: none, None: all). `deterministic_only` marks
     scores that are no proposal density (most entries have score 0), `carries` those that add up over rounds, `attends`
     those that are made by `observe.attended` and follow `Observation.reduction`. `needs_rotation` marks those that undo
-    the rotary embedding, `needs_output` those that look at the layer's output projection.
+    the rotary embedding, `needs_output` those that look at the layer's output projection. `extra_passes` is how many
+    tokens of the document the model repeats in each of the passes that the method asks for before it scores (0: none).
     """
 
     deterministic_only: ClassVar[bool] = False
@@ -29,6 +30,7 @@ class Propose(ABC):
     attends: ClassVar[bool] = False
     needs_rotation: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
+    extra_passes: ClassVar[int] = 0
 
     @property
     def queries(self) -> int | None:

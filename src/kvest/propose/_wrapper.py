@@ -36,3 +36,7 @@ class Wrapper(Propose):
     @property
     def needs_output(self) -> bool:  # type: ignore[override]
         return self.proposal.needs_output
+
+    @property
+    def extra_passes(self) -> int:  # type: ignore[override]
+        return self.proposal.extra_passes

@@ -46,6 +46,10 @@ class WithCertain(Wrapper):
     def needs_output(self) -> bool:  # type: ignore[override]
         return self.proposal.needs_output or self.by.needs_output
 
+    @property
+    def extra_passes(self) -> int:  # type: ignore[override]
+        return max(self.proposal.extra_passes, self.by.extra_passes)
+
     def __call__(self, observation: Observation) -> Proposal:
         inner = self.proposal(observation)
         by = self.by(observation).score
