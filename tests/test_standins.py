@@ -107,9 +107,7 @@ def test_entries_of_equal_keys_are_stood_for_exactly(make, generator):
 def test_the_expected_sums_are_those_of_the_formula(outcomes, correct, share, generator):
     """Over all outcomes, at the mean query: a kept entry counts 1 + (1 - share) (w - 1) times, an evicted one share
     times. With inclusion weights that is 1 in the mean: the full cache."""
-    o = replace(first_round(generator, lengths=(9,), sinks=0, window=1), output=None)
-    narrow = {n: getattr(o, n)[:, :1] for n in ("queries", "keys", "values", "log_weights", "positions", "lengths")}
-    o = replace(o, **narrow)
+    o = first_round(generator, lengths=(9,), sinks=0, window=1).head(0, 0)
     a, proposal = Head(o, 0, 0), replace(Mixed(KeyNorm(), 0.6)(o), certain=o.protected)
     mu = mean_query(a, 64)
     stand_in, total, want = (
