@@ -11,7 +11,7 @@ MODEL_TESTS := tests/test_smoke.py tests/test_structure.py tests/test_cli.py tes
 
 PIP_OF = .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/$*/pins.txt
 
-.PHONY: demo test test-versions test-oldest test-kvpress check bench needles parity setup clean
+.PHONY: demo test test-versions test-oldest test-kvpress check bench needles parity costs setup clean
 .PRECIOUS: .venvs/%/.ready
 
 demo: $(READY)  ## hide a fact in a long speech, evict before the question is known, ask, and print what it cost
@@ -66,6 +66,11 @@ bench: $(READY)  ## speed and memory, as ratios, with the conditions they were m
 
 needles: $(READY)  ## who finds what was hidden, by kind of document
 	$(BIN)/python benchmarks/needles.py --json docs/benchmarks/needles.json
+	$(BIN)/python benchmarks/tables.py
+
+costs: $(READY)  ## what each method's eviction costs, after short prompts and long ones
+	$(BIN)/python benchmarks/eviction.py --tokens 2048 --repeats 3 --json docs/benchmarks/costs-2048.json
+	$(BIN)/python benchmarks/eviction.py --tokens 8192 --repeats 3 --json docs/benchmarks/costs-8192.json
 	$(BIN)/python benchmarks/tables.py
 
 setup: $(READY)  ## a virtual environment with everything in it

@@ -13,9 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvest.cli.explain import documented
+from kvest.grammar import TABLES as PARTS
+
+KINDS = {f"{kind}s": parts for kind, parts in PARTS.items()}
+"""What there is of each kind: `proposals`, `allocations`, ..."""
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "docs" / "benchmarks"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "retrieval.md")
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 Row = dict[str, Any]
 
 
@@ -125,7 +130,52 @@ def demo(rows: list[Row]) -> str:
     return table(headings, cells)
 
 
+def parity(rows: list[Row]) -> str:
+    headings = [
+        "press",
+        "here",
+        "same sets",
+        "but for the latest entry",
+        "overlap",
+        "through the bridge",
+        "why they differ",
+    ]
+    cells = []
+    for r in rows:
+        same, but, overlap = (f"{r[name]:.1%}" for name in ("same_heads", "same_but_latest", "overlap"))
+        bridge = f"{r['bridge']['same_but_latest']:.1%}" if "bridge" in r else ""
+        cells.append([r["press"], code(r["policy"]), same, but, overlap, bridge, r["note"]])
+    return table(headings, cells)
+
+
+def costs() -> str:
+    """The two records of `make costs` side by side."""
+    lengths = (2048, 8192)
+    records = [json.loads((RECORDS / f"costs-{n}.json").read_text()) for n in lengths]
+    by = [{r["policy"]: r for r in record["rows"]} for record in records]
+    headings = ["policy", *(f"time / prefill, {n:,}" for n in lengths), *(f"memory / cache, {n:,}" for n in lengths)]
+    cells = []
+    for policy in by[0]:
+        found = [rows[policy] for rows in by]
+        shares = [f"{r['share_of_prefill']:.1%} [{r['share_low']:.1%}, {r['share_high']:.1%}]" for r in found]
+        cells.append([code(policy), *shares, *(f"{max(0.0, r['extra_share_of_cache']):.1%}" for r in found)])
+    return f"{table(headings, cells)}\n\nConditions: {said(records[0])}; {by[0][policy]['rounds']} rounds."
+
+
+def methods(kind: str) -> str:
+    """Every method of a kind, from its own docstring."""
+    cells = []
+    for name, part in KINDS[kind].items():
+        found = documented(part)
+        words = [found[key].replace("|", "\\|").replace("\n", " ") for key in ("formula", "source", "unlike")]
+        cells.append([f"`{name}`", *words])
+    headings = ["name", "formula", "source", "unlike the paper"]
+    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "parity": parity,
     "attention": attention,
     "eviction": eviction,
     "decode": decode,
@@ -135,17 +185,25 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
 }
 
 
+def said(record: Row) -> str:
+    """The conditions that a record was taken under."""
+    return ", ".join(f"{key} {value}" for key, value in record["conditions"].items())
+
+
 def render(name: str) -> str:
-    """A table and the conditions under it."""
+    """A table, and the conditions under one that was measured."""
+    if name in KINDS:
+        return f"\n{methods(name)}\n"
+    if name == "costs":
+        return f"\n{costs()}\n"
     record = json.loads((RECORDS / f"{name}.json").read_text())
-    conditions = ", ".join(f"{key} {value}" for key, value in record["conditions"].items())
-    return f"\n{TABLES[name](record['rows'])}\n\nConditions: {conditions}.\n"
+    return f"\n{TABLES[name](record['rows'])}\n\nConditions: {said(record)}.\n"
 
 
 def main() -> None:
     for path in DOCUMENTS:
         text = path.read_text()
-        for name in re.findall(r"<!-- (\w+) -->", text):
+        for name in re.findall(r"<!-- ([\w-]+) -->", text):
             block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             text = block.sub(lambda found, name=name: found[1] + render(name) + found[2], text)
         path.write_text(text)
