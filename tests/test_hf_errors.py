@@ -64,14 +64,6 @@ def test_an_unsupported_model_is_named_with_the_reason_and_left_alone(make, name
     assert model.config._attn_implementation == before
 
 
-def test_capkv_needs_a_rotary_embedding_and_gpt2_has_none():
-    config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
-    model = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(kvest.UnsupportedModel, match=r"GPT2LMHeadModel.*rotary.*another proposal"):
-        kvest.EvictionCache(model, "capkv/top_k/none@0.5")
-    kvest.EvictionCache(model, "capkv(form=paper)/top_k/none@0.5")
-
-
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_cache_of_another_model_is_refused(tiny_model, generator, attached, when):
