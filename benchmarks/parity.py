@@ -61,6 +61,14 @@ CASES = {
     "KeyDiffPress": Case(lambda r: kvpress.KeyDiffPress(r), "keydiff/top_k/none", note=LAST),
     "KnormPress": Case(lambda r: kvpress.KnormPress(r), "key_norm/top_k/none", note=LAST),
     "CapPress": Case(lambda r: kvpress.CapPress(r), "capkv/top_k/none", sinks=4, note=LAST),
+    "LagKVPress": Case(
+        lambda r: kvpress.LagKVPress(r), "lagkv(peer=True)/top_k/none", sinks=4, note="ties between lags fall otherwise"
+    ),
+    "ExpectedAttentionPress": Case(
+        lambda r: kvpress.ExpectedAttentionPress(r), "expected_attention(peer=True)/top_k/none", sinks=4, note=LAST
+    ),
+    "CURPress": Case(lambda r: kvpress.CURPress(r), "curdkv(peer=True)/top_k/none", sinks=4, note=LAST),
+    "NonCausalAttnPress": Case(lambda r: kvpress.NonCausalAttnPress(r), "noncausal(peer=True)/top_k/none", note=LAST),
 }
 
 

@@ -198,8 +198,8 @@ def mixed(a: Head, of: Callable[[Head], Scores], eps: float) -> Scores:
 
 
 def protected(a: Head) -> set[int]:
-    recent = a.seen - a.o.window
-    return {i for i in a.entries if a.positions[i] < a.o.sinks or a.positions[i] >= recent or not a.o.due[a.row]}
+    recent, tokens = a.seen - a.o.window, [i for i in a.entries if a.positions[i] >= 0]  # none that was made
+    return {i for i in tokens if a.positions[i] < a.o.sinks or a.positions[i] >= recent or not a.o.due[a.row]}
 
 
 def with_certain(a: Head, by: Callable[[Head], Scores], share: float) -> Scores:

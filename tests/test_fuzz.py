@@ -49,6 +49,16 @@ LEAVES = {
     "harmonic": {"rows": st.one_of(st.none(), SIZES), "values": st.booleans()},
     "output_error": {"rows": SIZES},
     "capkv": {"form": st.sampled_from(["authors", "paper"]), "ahead": SIZES},
+    "capkv_greedy": {"form": st.sampled_from(["authors", "paper"]), "ahead": SIZES},
+    "value_norm": {},
+    "value_range": {},
+    "lagkv": {"lag": SIZES, "peer": st.booleans()},
+    "expected_attention": {"ahead": SIZES, "covariance": st.booleans(), "peer": st.booleans()},
+    "leverage": {"sketch": SIZES},
+    "noncausal": {"chunk": SIZES, "peer": st.booleans()},
+    "compactor": {"sketch": SIZES, "chunk": SIZES},
+    "curdkv": {"rank": SIZES, "peer": st.booleans()},
+    "lava": {"window": SIZES, "pool": st.sampled_from([1, 3, 5])},
 }
 DESIGN_KNOBS = {"with_replacement": {"most": st.sampled_from([1, 16])}}
 CORRECTION_KNOBS = {

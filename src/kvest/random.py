@@ -58,3 +58,13 @@ class Stream:
     def one(self, like: Int[Tensor, "b h n"]) -> Float[Tensor, "b h 1"]:
         """One uniform number for each row and head."""
         return self.uniform(torch.full_like(like[..., :1], -1))
+
+
+def gaussian(seed: int, layer: int, rows: int, columns: int) -> Float[Tensor, "n k"]:
+    """Standard normal numbers, float64, by the method of Box and Muller, doi:10.1214/aoms/1177706645
+
+    On the CPU, whatever the device they are for: logarithms and cosines may differ by a bit elsewhere.
+    """
+    index = torch.arange(2 * rows * columns)[None, None]
+    first, second = Stream(seed, layer, [0]).uniform(index).view(2, rows, columns)
+    return (-2.0 * (-first).log1p()).sqrt() * (2.0 * torch.pi * second).cos()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import avg_pool1d
 
 from kvest.rotary import Rotation
 from kvest.types import Observation, Proposal
@@ -20,14 +22,16 @@ class Propose(ABC):
 
     `queries` is how many of the latest queries the method looks at (0: none, None: all). `deterministic_only` marks
     scores that are no proposal density (most entries have score 0), `carries` those that add up over rounds, `attends`
-    those that are made by `observe.attended` and follow `Observation.reduction`. `needs_rotation` marks those that undo
-    the rotary embedding, `needs_output` those that look at the layer's output projection. `extra_passes` is how many
-    tokens of the document the model repeats in each of the passes that the method asks for before it scores (0: none).
+    those that are made by `observe.attended` and follow `Observation.reduction`, `exchangeable` those that give equal
+    entries equal scores, wherever they stand. `needs_rotation` marks those that undo the rotary embedding,
+    `needs_output` those that look at the layer's output projection. `extra_passes` is how many tokens of the document
+    the model repeats in each of the passes that the method asks for before it scores (0: none).
     """
 
     deterministic_only: ClassVar[bool] = False
     carries: ClassVar[bool] = False
     attends: ClassVar[bool] = False
+    exchangeable: ClassVar[bool] = True
     needs_rotation: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     extra_passes: ClassVar[int] = 0
@@ -56,6 +60,36 @@ def propose_score(observation: Observation, score: Float[Tensor, "b h t"]) -> Pr
 def value_norms(observation: Observation) -> Float[Tensor, "b h t"]:
     """norm(v_i), float32."""
     return torch.linalg.vector_norm(observation.values.float(), dim=-1)
+
+
+def tokens(observation: Observation) -> Bool[Tensor, "b h t"]:
+    """Which slots hold an entry that a token wrote, and none that was made to stand in for others."""
+    return observation.valid & ~observation.made
+
+
+def ordinals(observation: Observation) -> Int[Tensor, "b h t"]:
+    """The place of a token's entry in its head, from 0; negative on what stands before: missing and made ones."""
+    return torch.arange(observation.keys.shape[2], device=observation.keys.device) - (
+        observation.keys.shape[2] - tokens(observation).sum(dim=-1, keepdim=True)
+    )
+
+
+def pooled(score: Float[Tensor, "b h t"], counted: Bool[Tensor, "b h t"], pool: int) -> Float[Tensor, "b h t"]:
+    """The mean over those of `pool` neighbours that count."""
+    total, present = (avg_pool1d(x, pool, stride=1, padding=pool // 2) for x in (score * counted, counted.float()))
+    return total / present.clamp_min(1e-6)
+
+
+def each_head(
+    observation: Observation, score: Callable[[Observation, int], Float[Tensor, "t"]]
+) -> Float[Tensor, "b h t"]:
+    """`score(part, row)` of every head alone, put together: what it copies is never there for two heads at once."""
+    b, h, t, _ = observation.keys.shape
+    out = torch.empty(b, h, t, dtype=torch.float32, device=observation.keys.device)
+    for row in range(b):
+        for head in range(h):
+            out[row, head] = score(observation.head(row, head), row)
+    return out
 
 
 def last(observation: Observation, count: int) -> Observation:

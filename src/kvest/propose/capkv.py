@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -55,17 +55,8 @@ class CapKV(Propose):
         return self.form == "authors"
 
     def __call__(self, observation: Observation) -> Proposal:
-        newest = last(observation, observation.queries.shape[3])
-        keys, values = newest.keys.float(), newest.values.float()
-        counted = newest.valid
-        if self.form == "authors":
-            mean = normalize(_ahead(newest, self.ahead), dim=-1)
-            keys = normalize(keys, dim=-1)
-            counted = counted & (newest.positions >= LEFT_OUT)
-        else:
-            mean = _mean(newest.queries.float(), newest)
-        log_w = self.tau * (mean @ keys.transpose(2, 3)) + newest.log_weights[:, :, None]
-        log_w = log_w.masked_fill(~counted[:, :, None], -torch.inf)
+        log_w, counted = self.log_weights(observation)
+        values = observation.values.float()
         largest = log_w.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(log_w.dtype).min)  # an empty head: finite
         weights = (log_w - largest).exp()
         if self.form == "authors":
@@ -77,6 +68,19 @@ class CapKV(Propose):
         score = (weights * _leverage(weights, values.double(), ridge)).mean(dim=2)
         highest = score.amax(dim=-1, keepdim=True)  # of an empty head (huge ridge) even float32 sees only zeros
         return propose_score(observation, torch.where(highest < 1e-20, score / highest.clamp_min(1e-300), score))
+
+    def log_weights(self, observation: Observation) -> tuple[Float[Tensor, "b h g t"], Bool[Tensor, "b h t"]]:
+        """log w_i of each query head, -inf where an entry is missing or left out; and which ones are not."""
+        newest = last(observation, observation.queries.shape[3])
+        keys, counted = newest.keys.float(), newest.valid
+        if self.form == "authors":
+            mean = normalize(_ahead(newest, self.ahead), dim=-1)
+            keys = normalize(keys, dim=-1)
+            counted = counted & (newest.positions >= LEFT_OUT)
+        else:
+            mean = _mean(newest.queries.float(), newest)
+        log_w = self.tau * (mean @ keys.transpose(2, 3)) + newest.log_weights[:, :, None]
+        return log_w.masked_fill(~counted[:, :, None], -torch.inf), counted
 
 
 def _leverage(
