@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from kvest.hf import compat
 from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
-from kvest.propose.kvzip import most_attended
+from kvest.observe import attended, query_weights
 from kvest.types import Observation
 
 if TYPE_CHECKING:
@@ -227,13 +227,14 @@ class Listener:
         repeated = mine[self.start : self.end]
         own = torch.arange(total - q, total, device=keys.device)
         keys = keys.index_select(2, torch.cat([mine[: self.before], repeated, own]))
-        score = most_attended(alone(queries.view(1, h, -1, q, d), keys, scale))
+        observation = alone(queries.view(1, h, -1, q, d), keys, scale)
+        score = attended(observation, query_weights(observation))
         self.scores[layer.index][:, repeated] = score[0, :, self.before : self.before + len(repeated)]
         layer.keys, layer.values = self.held[layer.index]
 
 
 def alone(queries: Float[Tensor, "1 h g q d"], keys: Float[Tensor, "1 h t d"], scale: float) -> Observation:
-    """One row without padding, whose last entries are the queries' own; without values."""
+    """One row without padding, whose last entries are the queries' own, and the largest attention is asked for."""
     h, t, device = keys.shape[1], keys.shape[2], keys.device
     one = torch.tensor([t], device=device)
     return Observation(
@@ -248,6 +249,7 @@ def alone(queries: Float[Tensor, "1 h g q d"], keys: Float[Tensor, "1 h t d"], s
         budget=one,
         due=torch.ones(1, dtype=torch.bool, device=device),
         scale=scale,
+        reduction="max",
     )
 
 
