@@ -59,7 +59,7 @@ def timed(options: argparse.Namespace) -> list[dict]:
     model, tokenizer = load()
     ids = prompt_ids(tokenizer, options.tokens)
     policies = [Policy.parse(f"{sentence}@0.25") for sentence in sentences()]
-    prefill = Prefill(model, ids)
+    prefill = Prefill(model, ids, tokenizer=tokenizer)
 
     def seconds(function: Callable[[], object]) -> float:
         start = time.perf_counter()

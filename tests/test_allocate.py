@@ -30,13 +30,13 @@ def layers(make, generator: torch.Generator, **fields) -> tuple[list[Proposal], 
     return proposals, observations
 
 
-def free_scores(proposals, observations, row: int) -> list[list[float]]:
-    """Scores of what may be drawn, head after head of all layers, each summing to 1."""
+def free_scores(proposals, observations, row: int, normal: bool = True) -> list[list[float]]:
+    """Scores of what may be drawn, head after head of all layers, each summing to 1 (`normal`) or as they are."""
     out = []
     for p, o in zip(proposals, observations, strict=True):
         for h in range(o.keys.shape[1]):
             x = p.score[row, h][o.valid[row, h] & ~p.certain[row, h]].double().tolist()
-            out.append([a / sum(x) for a in x])
+            out.append([a / (sum(x) if normal else 1) for a in x])
     return out
 
 
@@ -64,12 +64,13 @@ def test_counts_sum_to_the_budget_of_each_row(budget, allocate, design, make, ge
 
 
 @every_round
-def test_top_k_heads_are_ranked_together(make, generator):
-    """One threshold for top_k is the global ranking of all heads' normalised scores."""
+@pytest.mark.parametrize("raw", [False, True])
+def test_top_k_heads_are_ranked_together(raw, make, generator):
+    """One threshold for top_k is the global ranking of all heads' normalised scores, or of the scores as they are."""
     proposals, observations = layers(make, generator)
-    counts = OneThreshold()(proposals, observations, TopK())
+    counts = OneThreshold(raw)(proposals, observations, TopK())
     for row in range(2):
-        scores = free_scores(proposals, observations, row)
+        scores = free_scores(proposals, observations, row, normal=not raw)
         certain = [n for p in proposals for n in p.certain[row].sum(-1).tolist()]
         ranked = sorted(((x, head) for head, xs in enumerate(scores) for x in xs), reverse=True)
         total = int(observations[0].budget[row]) * len(scores) - sum(certain)
@@ -84,6 +85,21 @@ def rounded(wanted: list[float], total: int) -> list[int]:
     for i in order[: total - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("design", [TopK(), Systematic(), WithReplacement()], ids=repr)
+def test_raw_scores_count_by_their_size_relative_to_others(design, size, generator):
+    """One layer's heads of ten times the score keep more than they would; what unit all are in does not matter."""
+    proposals, observations = layers(first_round, generator)
+    larger = [replace(p, score=p.score * size * (10 if i == 1 else 1)) for i, p in enumerate(proposals)]
+    before, after = (OneThreshold(True)(x, observations, design) for x in (proposals, larger))
+    assert (after[1] >= before[1]).all()
+    assert after[1].sum() > before[1].sum()
+    assert sum(c.sum() for c in after) == sum(c.sum() for c in before)
+    if size == 1.0:
+        normal = (row_of(OneThreshold()(x, observations, design), 0) for x in (proposals, larger))
+        assert next(normal) == next(normal)
 
 
 @every_round

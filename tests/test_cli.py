@@ -147,6 +147,30 @@ def test_generate_on_a_folder_writes_answer_report_and_json(kvest: Kvest, tiny_f
     assert written["conditions"]["transformers"]
 
 
+def test_documents_are_repeated_where_the_policy_asks_for_it(kvest: Kvest, tiny_folder: Path, tmp_path: Path):
+    """generate, compare and compress, with the tokenizer that they have: all three keep the same entries."""
+    document, record, cache = tmp_path / "document.txt", tmp_path / "out.json", tmp_path / "document.kvest"
+    document.write_text("some words and others. " * 12)
+    common = ["--model", str(tiny_folder), "--policy", "kvzip@0.5", "--json", str(record)]
+    asked = ["--prompt-file", str(document), "--question", "Why?", "--max-new-tokens", "3"]
+    out = kvest("generate", *common, *asked)
+    assert out.returncode == 0, out.stderr
+    written = json.loads(record.read_text())
+    assert written["report"]["policy"] == "kvzip+one_threshold(raw=True)/top_k/none@0.5"
+    assert written["report"]["evictions"] == [1]
+    out = kvest("compare", *common, *asked)
+    assert out.returncode == 0, out.stderr
+    row = json.loads(record.read_text())["rows"][1]
+    kept = [len(head) for layer in written["report"]["positions"] for head in layer[0]]
+    asked_and_said = written["report"]["seen"][0] - json.loads(record.read_text())["document_tokens"]
+    assert (row["kept_min"], row["kept_max"]) == (min(kept) - asked_and_said, max(kept) - asked_and_said)
+    assert row["answer"] == written["answer"]
+    out = kvest("compress", str(document), "-o", str(cache), *common)
+    assert out.returncode == 0, out.stderr
+    out = kvest("ask", str(cache), "Why?", "--max-new-tokens", "3")
+    assert out.stdout.strip() == written["answer"]
+
+
 def test_a_prompt_beyond_the_context_is_refused(kvest: Kvest, tiny_folder: Path):
     options = ["--model", str(tiny_folder), "--prompt-file", "-", "--question", "Why?"]
     out = kvest("generate", *options, stdin="abc " * 2000)

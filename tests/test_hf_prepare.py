@@ -19,7 +19,7 @@ from kvest.correct import NoCorrection
 from kvest.eval.prefill import Prefill
 from kvest.hf.compat import CACHE_ARGUMENT
 from kvest.hf.layer import EvictionLayer
-from kvest.hf.prepare import Request
+from kvest.hf.request import Request
 from kvest.named import NAMED
 from kvest.policy import Policy
 from kvest.propose import KVzip

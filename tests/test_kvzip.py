@@ -1,4 +1,4 @@
-"""kvzip without a model: the largest attention of any query, and scores that come with the observation."""
+"""kvzip without a model: its scores come with the observation."""
 
 from __future__ import annotations
 
@@ -7,41 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import reference
 from build import first_round, second_round
 from kvest.policy import Policy
 from kvest.propose import KVzip, Mixed, SnapKV, WithCertain
-from kvest.propose.kvzip import most_attended
 
 every_round = pytest.mark.parametrize("make", [first_round, second_round])
-
-
-def largest(a: reference.Head) -> reference.Scores:
-    """max_{g, j} p_j(i)"""
-    total = dict.fromkeys(a.entries, 0.0)
-    for j in a.asked:
-        for g in a.groups:
-            for i, p in a.p(g, j).items():
-                total[i] = max(total[i], p)
-    return total
-
-
-@every_round
-def test_the_largest_attention_is_the_twins(make, generator):
-    observation = make(generator)
-    torch.testing.assert_close(
-        most_attended(observation).double(), reference.score(largest, observation), rtol=2e-5, atol=1e-7
-    )
-
-
-@every_round
-def test_it_is_the_same_block_by_block(make, generator, monkeypatch):
-    """A block of one query at a time has to remember what earlier ones paid."""
-    observation = make(generator)
-    want = most_attended(observation)
-    monkeypatch.setattr("kvest.observe.BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr("kvest.observe.LEAST_ROWS", 1)
-    torch.testing.assert_close(most_attended(observation), want)
 
 
 @every_round

@@ -19,7 +19,8 @@ from kvest.correct import NoCorrection
 from kvest.hf import EvictionCache
 from kvest.hf.compat import CACHE_ARGUMENT
 from kvest.hf.layer import EvictionLayer
-from kvest.hf.prepare import read, repeat_and_evict, request
+from kvest.hf.prepare import read, repeat_and_evict
+from kvest.hf.request import request
 from kvest.policy import Policy
 from kvest.propose import H2O
 from kvest.sample import TopK

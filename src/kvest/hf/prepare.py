@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,83 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvest.hf import compat
 from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
-from kvest.propose.kvzip import most_attended
+from kvest.hf.request import Request, request
+from kvest.observe import attended, query_weights
 from kvest.types import Observation
 
 if TYPE_CHECKING:
     from kvest.hf.cache import EvictionCache
 
-FIRST = "\n\nRepeat the previous context exactly."
-LATER = "\n\nRepeat the part of the previous context exactly, starting with"
-HINT = 8
-"""Tokens of the chunk before that a later request ends with (kvzip's authors)."""
-
 Tick = Callable[[int, int], None]
 """`tick(passes done, passes in all)`"""
-
-
-@dataclass(frozen=True)
-class Request:
-    """How the model is asked to repeat, in tokens: what a prompt begins with, the requests for the first chunk and for
-    later ones, and what ends the user's turn and opens the answer."""
-
-    prefix: list[int]
-    first: list[int]
-    later: list[int]
-    suffix: list[int]
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> Request:
-        """In the tokenizer's chat template, if it has one."""
-        before, after = tokenizer.bos_token or "", "\n"
-        if getattr(tokenizer, "chat_template", None) is not None:
-            place = "the document"
-            chat = [{"role": "user", "content": place}]
-            options = {"add_generation_prompt": True, "tokenize": False, "enable_thinking": False}
-            text = tokenizer.apply_chat_template(chat, **options)
-            before, _, after = text.rpartition(place)
-        texts = (before, FIRST, LATER, after)
-        return cls(*(list(tokenizer(text, add_special_tokens=False).input_ids) for text in texts))
-
-    def start(self, text: Sequence[int]) -> int:
-        """How many tokens of a row are the template's and not the document's: those that both begin with."""
-        same = [a == b for a, b in zip(text, self.prefix, strict=False)]
-        return same.index(False) if False in same else len(same)
-
-    def passes(self, text: Sequence[int], chunk: int) -> list[tuple[int, int, list[int]]]:
-        """(start, end, tokens to read) for each chunk of one row's document."""
-        found, first = [], self.start(text)
-        for start in range(first, len(text), chunk):
-            end = min(start + chunk, len(text))
-            asked = self.first if start == first else [*self.later, *text[max(start - HINT, first) : start]]
-            found.append((start, end, [*asked, *self.suffix, *text[start:end]]))
-        return found
-
-
-def request(model: PreTrainedModel, tokenizer: Any) -> Request:
-    """`Request.of` the tokenizer, or of the one that is found where the model was loaded from.
-
-    Raises ValueError where there is none.
-    """
-    name = getattr(model.config, "_name_or_path", "")
-    if tokenizer is None:
-        tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None and name:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError):
-            tokenizer = None
-    if tokenizer is None:
-        raise ValueError(
-            f"cache.prepare asks the model to repeat the document, and found no tokenizer at {name!r} to ask with: "
-            "pass tokenizer="
-        )
-    return Request.of(tokenizer)
 
 
 def prepare(
@@ -227,13 +164,14 @@ class Listener:
         repeated = mine[self.start : self.end]
         own = torch.arange(total - q, total, device=keys.device)
         keys = keys.index_select(2, torch.cat([mine[: self.before], repeated, own]))
-        score = most_attended(alone(queries.view(1, h, -1, q, d), keys, scale))
+        observation = alone(queries.view(1, h, -1, q, d), keys, scale)
+        score = attended(observation, query_weights(observation))
         self.scores[layer.index][:, repeated] = score[0, :, self.before : self.before + len(repeated)]
         layer.keys, layer.values = self.held[layer.index]
 
 
 def alone(queries: Float[Tensor, "1 h g q d"], keys: Float[Tensor, "1 h t d"], scale: float) -> Observation:
-    """One row without padding, whose last entries are the queries' own; without values."""
+    """One row without padding, whose last entries are the queries' own, and the largest attention is asked for."""
     h, t, device = keys.shape[1], keys.shape[2], keys.device
     one = torch.tensor([t], device=device)
     return Observation(
@@ -248,6 +186,7 @@ def alone(queries: Float[Tensor, "1 h g q d"], keys: Float[Tensor, "1 h t d"], s
         budget=one,
         due=torch.ones(1, dtype=torch.bool, device=device),
         scale=scale,
+        reduction="max",
     )
 
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from kvest.observe import blocks, by_head
 from kvest.propose._base import Propose, at_least, propose_score
 from kvest.types import Observation, Proposal
 
@@ -43,18 +38,3 @@ class KVzip(Propose):
                 "read the document with cache.prepare(input_ids), or pass Observation.prepared"
             )
         return propose_score(observation, observation.prepared)
-
-
-def most_attended(observation: Observation) -> Float[Tensor, "b h t"]:
-    """`max_{g, j} p_j(i)` over all queries; float32, 0 on missing slots."""
-    return by_head(observation, lambda part, _: _most_attended(part))
-
-
-def _most_attended(observation: Observation) -> Float[Tensor, "b h t"]:
-    score = torch.zeros(observation.keys.shape[:3], dtype=torch.float32, device=observation.keys.device)
-    missing = ~observation.query_valid[:, None, None, :, None]
-    for block in blocks(observation):
-        seen = score[..., : block.mass.shape[-1]]
-        largest = block.probabilities.masked_fill_(missing[:, :, :, block.slots], 0.0).amax(dim=(2, 3))
-        torch.maximum(seen, largest, out=seen)
-    return score * observation.valid
