@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import reference_sampling as reference
 from build import first_round, second_round
 from kvest.allocate import ALLOCATIONS, OneThreshold, UniformAllocation
-from kvest.allocate.one_threshold import largest_remainder
+from kvest.allocate._compete import largest_remainder
 from kvest.propose import H2O, Uniform
 from kvest.sample import DESIGNS, Poisson, Systematic, TopK, WithReplacement
 from kvest.types import Observation, Proposal
