@@ -57,7 +57,7 @@ def test_counts_sum_to_the_budget_of_each_row(budget, allocate, design, make, ge
         certain = [n for p in proposals for n in p.certain[row].sum(-1).tolist()]
         got = row_of(counts, row)
         assert all(low <= n <= high for low, n, high in zip(certain, got, lengths, strict=True))
-        if allocate == "uniform":
+        if allocate in ("uniform", "pyramid"):  # of one layer
             assert got == [min(n, budget[row]) for n in lengths]
         else:
             assert sum(got) == min(budget[row] * len(got), sum(lengths))

@@ -9,7 +9,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kvest.sample import Design
-from kvest.types import Split
+from kvest.sample._base import candidates
+from kvest.types import Observation, Proposal, Split
 
 
 def together(layers: Sequence[Shaped[Tensor, "b _"]], split: Split) -> Shaped[Tensor, "b lh"]:
@@ -68,6 +69,34 @@ def expected_counts(
     gap = above.sum(dim=1) - below.sum(dim=1)
     share = ((total - below.sum(dim=1)) / gap.clamp_min(1e-300)).clamp(0.0, 1.0)
     return below + share[:, None] * (above - below)
+
+
+def of_layer(proposal: Proposal, observation: Observation) -> tuple[Float[Tensor, "b h t"], Int[Tensor, "b h"]]:
+    """(scores of what may be drawn as they are, summing to 1 over all heads of the layer; certain entries)
+
+    A head's share of the layer counts as no less than 1e-9 of the largest, so that it can be filled up.
+    """
+    score, certain = candidates(proposal, observation.valid)
+    free = score > 0
+    mass = (proposal.score.double() * free).sum(dim=-1)
+    heads = together([mass], observation.split)
+    largest = heads.amax(dim=1, keepdim=True)
+    floor = torch.where(largest > 0, 1e-9 * largest, torch.ones_like(largest))
+    total = torch.maximum(heads, floor).sum(dim=1, keepdim=True)
+    return score * (torch.maximum(mass, floor) / total)[..., None], certain.sum(dim=-1)
+
+
+def compete(
+    proposal: Proposal, observation: Observation, design: Design, total: Int[Tensor, "b"], least: Int[Tensor, "b n"]
+) -> Int[Tensor, "b n"]:
+    """Counts of all heads of a layer that sum to `total`, at least `least`, by the scores as they are."""
+    score, sure = of_layer(proposal, observation)
+    split = observation.split
+    certain, lengths = together([sure], split), together([observation.lengths], split)
+    free = total - certain.sum(dim=1)
+    more = (least - certain).clamp_min(0)
+    wanted = expected_counts([score], [observation.positions], free, design, split, more)
+    return certain + largest_remainder(wanted, free, lengths - certain)
 
 
 def largest_remainder(
