@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from reference import Head, Scores, protected
@@ -64,3 +65,48 @@ def critical_certain(a: Head, of: Callable[[Head], Scores], first: float) -> Sco
     inner, taken = of(a), protected(a)
     rank = sorted((i for i in a.entries if i not in taken), key=inner.__getitem__, reverse=True)
     return dict.fromkeys(rank[: max(0, min(int(first * a.budget), a.budget - len(taken)))], 1.0)
+
+
+def pyramid(budget: int, always: int, seen: int, layers: int, beta: float) -> list[int]:
+    """A line over the layers, its ends as in the paper's code, rounded to the sum budget * layers."""
+    free = budget - always
+    last = free / beta
+    first = 2 * free - last
+    if first > seen - always:
+        first = seen - always
+        last = 2 * free - first
+    wanted = (
+        [always + (first + last) / 2]
+        if layers == 1
+        else [always + first - (first - last) * n / (layers - 1) for n in range(layers)]
+    )
+    counts = [int(w + 1e-9) for w in wanted]
+    order = sorted(range(layers), key=lambda n: round(wanted[n] - counts[n], 6), reverse=True)
+    for n in order[: budget * layers - sum(counts)]:
+        counts[n] += 1
+    return counts
+
+
+def ranked_together(scores: list[list[float]], total: int, least: list[int]) -> list[int]:
+    """AdaKV for top-k: the `least` best of each head, then the best of all the others, whatever the head."""
+    order = [sorted(x, reverse=True) for x in scores]
+    counts = [min(n, len(x)) for n, x in zip(least, scores, strict=True)]
+    rest = [(x, head) for head, xs in enumerate(order) for x in xs[counts[head] :]]
+    for _, head in sorted(rest, reverse=True)[: total - sum(counts)]:
+        counts[head] += 1
+    return counts
+
+
+def entropy(scores: list[float]) -> float:
+    """-sum y log y / log n of scores normalised to sum to 1."""
+    total = sum(scores)
+    return -sum(x / total * math.log(x / total) for x in scores if x > 0) / math.log(len(scores))
+
+
+def filled(weights: list[float], total: int, most: list[int]) -> list[float]:
+    """min(most, c weight) summing to total, c by bisection."""
+    low, high = 0.0, 1e9 * max(most)
+    for _ in range(300):
+        c = (low + high) / 2
+        low, high = (c, high) if sum(min(m, c * w) for m, w in zip(most, weights, strict=True)) < total else (low, c)
+    return [min(float(m), high * w) for m, w in zip(most, weights, strict=True)]

@@ -233,6 +233,7 @@ def test_a_wrapper_passes_on_what_the_inner_proposal_needs():
     assert Defensive(H2O()).carries
     assert Defensive(SnapKV(9)).queries == 9
     assert WithCertain(KeyNorm(), Critical(KeyNorm())).needs_output
+    assert WithCertain(Critical(KeyNorm()), KeyNorm()).needs_output
     assert WithCertain(KeyNorm(), SnapKV(9)).queries == 9
     assert not WithCertain(KeyNorm(), H2O()).carries
 

@@ -1,8 +1,8 @@
 """What every design is: a random set of kept entries with known inclusion probabilities.
 
-A design is one monotone function, `inclusion(score, rate)`: the probability of keeping an entry at a given sampling
-rate. A head's own rate is the one at which the probabilities sum to its count; one rate for all heads of a model is
-what `allocate/one_threshold.py` solves for.
+A design is one monotone function, `inclusion(score, rate, positions)`: the probability of keeping an entry at a given
+sampling rate. A head's own rate is the one at which the probabilities sum to its count; one rate for heads that compete
+is what `allocate/_compete.py` solves for.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ class Design(ABC):
     fixed_size: ClassVar[bool] = True
 
     @abstractmethod
-    def inclusion(self, score: Float[Tensor, "... t"], rate: Float[Tensor, "... 1"]) -> Float[Tensor, "... t"]:
-        """P(entry kept) at this rate; non-decreasing in it. `score` sums to 1 over what may be drawn."""
+    def inclusion(
+        self, score: Float[Tensor, "b h t"], rate: Float[Tensor, "b #h 1"], positions: Int[Tensor, "b h t"]
+    ) -> Float[Tensor, "b h t"]:
+        """P(entry kept) at this rate; non-decreasing in it. `score` sums to 1 over what may be drawn, 0 elsewhere: of
+        each head, or of the heads of a layer together where these compete as they are.
+        """
 
     @abstractmethod
     def draw(

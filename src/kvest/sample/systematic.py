@@ -23,7 +23,9 @@ class Systematic(Design):
     doi:10.1214/aoms/1177730031.
     """
 
-    def inclusion(self, score: Float[Tensor, "... t"], rate: Float[Tensor, "... 1"]) -> Float[Tensor, "... t"]:
+    def inclusion(
+        self, score: Float[Tensor, "b h t"], rate: Float[Tensor, "b #h 1"], positions: Int[Tensor, "b h t"]
+    ) -> Float[Tensor, "b h t"]:
         return (score * rate).clamp_max(1.0)
 
     def draw(

@@ -22,7 +22,9 @@ class TopK(Design):
 
     random = False
 
-    def inclusion(self, score: Float[Tensor, "... t"], rate: Float[Tensor, "... 1"]) -> Float[Tensor, "... t"]:
+    def inclusion(
+        self, score: Float[Tensor, "b h t"], rate: Float[Tensor, "b #h 1"], positions: Int[Tensor, "b h t"]
+    ) -> Float[Tensor, "b h t"]:
         return ((score * rate >= 1.0) & (score > 0)).double()
 
     def draw(

@@ -30,8 +30,10 @@ class WithReplacement(Design):
         if self.most < 1:
             raise ValueError(f"with_replacement needs most >= 1, not {self.most!r}")
 
-    def inclusion(self, score: Float[Tensor, "... t"], rate: Float[Tensor, "... 1"]) -> Float[Tensor, "... t"]:
-        return -torch.expm1(rate * torch.log1p(-score.clamp_max(1.0 - 1e-16)))
+    def inclusion(
+        self, score: Float[Tensor, "b h t"], rate: Float[Tensor, "b #h 1"], positions: Int[Tensor, "b h t"]
+    ) -> Float[Tensor, "b h t"]:
+        return distinct(score, rate)
 
     def draw(
         self, score: Float[Tensor, "b h t"], counts: Int[Tensor, "b h"], positions: Int[Tensor, "b h t"], stream: Stream
@@ -46,7 +48,7 @@ class WithReplacement(Design):
         counted = (index < draws[..., None]).long()
         multiplicity = torch.zeros_like(positions, dtype=torch.int64).scatter_add_(-1, chosen, counted)
         multiplicity = multiplicity * (score > 0)
-        inclusion = self.inclusion(score, draws[..., None].double())
+        inclusion = distinct(score, draws[..., None].double())
         return Draw(multiplicity > 0, inclusion, multiplicity, draws[..., None] * score)
 
     def _draws(self, score: Float[Tensor, "b h t"], counts: Int[Tensor, "b h"]) -> Int[Tensor, "b h"]:
@@ -56,6 +58,11 @@ class WithReplacement(Design):
         low, high = torch.zeros_like(counts), self.most * entries
         for _ in range(int(high.max()).bit_length() if high.numel() else 0):
             middle = (low + high + 1) // 2
-            fits = self.inclusion(score, middle[..., None].double()).sum(-1) <= target * (1 + 1e-12)
+            fits = distinct(score, middle[..., None].double()).sum(-1) <= target * (1 + 1e-12)
             low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
         return torch.where(target > 0, low.clamp_min(1), torch.zeros_like(low))
+
+
+def distinct(score: Float[Tensor, "b h t"], draws: Float[Tensor, "b #h 1"]) -> Float[Tensor, "b h t"]:
+    """1 - (1 - x_i)^n: P(drawn at least once)."""
+    return -torch.expm1(draws * torch.log1p(-score.clamp_max(1.0 - 1e-16)))
