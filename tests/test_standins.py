@@ -12,13 +12,13 @@ from build import first_round, made_round, part, second_round
 from kvest.budget import Entries
 from kvest.correct import Counts, Inclusion, NoCorrection, Tempered
 from kvest.policy import Policy
-from kvest.propose import H2O, KeyDiff, KeyNorm, Mixed, Uniform, WithCertain
+from kvest.propose import H2O, KeyDiff, KeyNorm, Mixed, Propose, Uniform, WithCertain
 from kvest.random import Stream
 from kvest.retain import Store, retain
 from kvest.sample import TopK
 from kvest.stand_in import Centroids, Merge, Moments, NoStandIn
 from kvest.stand_in.centroids import ITERATIONS, _nearest, clusters
-from kvest.types import Draw, Observation, Retained
+from kvest.types import Draw, Observation, Proposal, Retained
 from outcomes import poisson, systematic
 from reference import Head
 from reference_standins import centroids, mean_query, merge, moments, sums, whole
@@ -228,16 +228,17 @@ def test_huge_logits_stay_finite(size, generator):
     assert all(torch.isfinite(x).all() for x in (kept.keys, kept.values, kept.log_weights))
 
 
+class Everything(Propose):
+    """Certain of all that it sees."""
+
+    def __call__(self, observation: Observation) -> Proposal:
+        return Proposal(observation.valid.float(), observation.valid)
+
+
 def test_made_entries_are_worth_nothing_and_never_certain(generator):
-    """Not as sinks, not as the recent ones of a short row, not as what another criterion ranks first."""
+    """Not as sinks, not as the recent ones of a short row, not as what a proposal is certain of."""
     o = made_round(generator, sinks=4, window=60)
-    policy = Policy(
-        WithCertain(Uniform(), KeyDiff(), 1.0),
-        TopK(),
-        NoCorrection(),
-        Entries(20),
-    )
-    proposal = policy.proposal(replace(o, budget=torch.tensor([23, 23])))
+    proposal = Policy(Everything(), TopK(), NoCorrection(), Entries(20)).proposal(o)
     assert o.made.any()
     assert not proposal.certain[o.made].any()
     assert not proposal.score[o.made].any()

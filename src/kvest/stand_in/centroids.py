@@ -12,7 +12,7 @@ from kvest.observe import BLOCK_ELEMENTS
 from kvest.stand_in._base import StandIn, mean_query
 from kvest.types import Draw, Kept, Made, Observation
 
-ITERATIONS = 5
+ITERATIONS = 3
 """Of Lloyd's algorithm: later ones move few entries, and each costs as much as scoring by `count` queries."""
 
 
