@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from reference import Head, dot, mean
+from reference import Head, dot, mean, unit
 
 Entry = tuple[list[float], list[float], float]
 """Key, value, log weight."""
@@ -65,3 +65,33 @@ def sums(q: Sequence[float], scale: float, entries: Sequence[Entry]) -> list[flo
 
 def whole(a: Head) -> list[Entry]:
     return [(a.k[i], a.v[i], a.l[i]) for i in a.entries]
+
+
+def merge(a: Head, kept: set[int], threshold: float | None, keys: bool) -> dict[int, tuple[list[float], list[float]]]:
+    """Key and value of every kept slot: each evicted entry folded into the kept one with the nearest key."""
+    best: dict[int, tuple[float, int]] = {}
+    for i in a.entries:
+        if i not in kept:
+            best[i] = max((dot(unit(a.k[i]), unit(a.k[j])), j) for j in kept)
+    least = sum(u for u, _ in best.values()) / len(best) if threshold is None else threshold
+    out = {}
+    for j in kept:
+        members = {i: u for i, (u, nearest) in best.items() if nearest == j and u >= least}
+        weights = [math.e * math.exp(a.l[j]), *(math.exp(u + a.l[i]) for i, u in members.items())]
+        both = [weighted_mean(weights, [x[j], *(x[i] for i in members)]) for x in (a.k, a.v)]
+        out[j] = (both[0] if keys else a.k[j], both[1])
+    return out
+
+
+def moments(a: Head, gone: set[int], mu: Sequence[float], q: Sequence[float]) -> list[float]:
+    """Numerator and denominator of the entries `gone`, to first order at `mu`."""
+    scale, order = a.o.scale, sorted(gone)
+    mass = [math.exp(scale * dot(mu, a.k[i]) + a.l[i]) for i in order]
+    n, shift = sum(mass), [x - y for x, y in zip(q, mu, strict=True)]
+    key, value = (weighted_mean(mass, [x[i] for i in order]) for x in (a.k, a.v))
+    out = list(value)
+    for weight, i in zip(mass, order, strict=True):
+        along = scale * dot([x - y for x, y in zip(a.k[i], key, strict=True)], shift)
+        out = [o + weight / n * (x - y) * along for o, x, y in zip(out, a.v[i], value, strict=True)]
+    total = n * math.exp(scale * dot(shift, key))
+    return [*(total * x for x in out), total]

@@ -163,7 +163,7 @@ def test_heads_in_other_processes_compete_too(allocate, make, generator):
     """Three processes with a head of each layer get what one process with all heads gives those heads."""
     proposals, observations = layers(make, generator)
     want = allocate(proposals, observations, Systematic())
-    wide = {"queries", "keys", "values", "log_weights", "positions", "lengths", "history"}
+    wide = {"queries", "keys", "values", "log_weights", "positions", "lengths", "history", "prepared"}
     barrier, said = threading.Barrier(3), [torch.empty(0)] * 3
 
     def process(rank: int) -> list[torch.Tensor]:

@@ -29,7 +29,12 @@ PARTS = [default(kind) for table in TABLES for kind in table.values()]
 PROPOSED = [default(kind) for kind in PROPOSALS.values()]
 DESIGNED = [default(kind) for kind in DESIGNS.values()]
 CORRECTED = [default(kind) for kind in CORRECTIONS.values()] + [CORRECTIONS["tempered"]("auto")]
-STOOD_IN = [STAND_INS["centroids"](), STAND_INS["centroids"](3, 0.5, 7)]
+STOOD_IN = [
+    STAND_INS["centroids"](),
+    STAND_INS["centroids"](3, 0.5, 7),
+    STAND_INS["merge"](0.5, False),
+    STAND_INS["moments"]("mean", 9),
+]
 every_proposal = pytest.mark.parametrize("propose", PROPOSED, ids=say)
 every_round = pytest.mark.parametrize("make", [first_round, second_round, made_round])
 

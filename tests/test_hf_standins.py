@@ -9,17 +9,24 @@ import torch
 
 import kvest
 from hf_tools import feed, same_entries, singly, tokens
+from kvest.grammar import say
 
 ONE_SHOT = (
     "h2o(values=True)/top_k/none+centroids(8)@0.25",
     "uniform/systematic/inclusion+centroids(3, share=0.5)@0.3",
     "h2o(values=True)+one_threshold/systematic/tempered(0.85)+centroids(5, share=0.5)@0.3",
     "with_certain(snapkv(11), by=keydiff, share=0.4)/poisson/inclusion+centroids(4, share=0.25)@0.4",
+    "h2o(values=True)+one_threshold/top_k/none+moments@0.25",
 )
 STANDING = (
     "last_query(layer=True)/top_k/none+centroids(8)@61, every=7",
     "h2o(values=True)+one_threshold/systematic/inclusion+centroids(5, share=0.5)@61, every=7",
     "snapkv(11)/systematic/tempered(0.85)+centroids(3, share=0.5, rows=9)@61, every=7, sinks=0",
+    "h2o/top_k/none+moments(at=mean)@61, every=7",
+)
+MERGED = (
+    "h2o(values=True)/top_k/none+merge@0.25",
+    "snapkv(11)/systematic/inclusion+merge(0.1, keys=False)@61, every=7",
 )
 
 
@@ -42,9 +49,7 @@ def test_made_entries_stand_first_and_count_towards_the_budget(tiny_model, gener
             assert (where.diff() >= 0).all()
             assert (where[where >= 0].diff() > 0).all()
     if "poisson" not in policy:
-        plain = kvest.EvictionCache(
-            model, kvest.Policy.parse(policy[: policy.index("+cent")] + policy[policy.index("@") :])
-        )
+        plain = kvest.EvictionCache(model, kvest.Policy.parse(policy.replace(f"+{say(cache.policy.stand_in)}", "")))
         feed(model, plain, prompt)
         same = plain.report()
         assert torch.equal(report.kept, same.kept)
@@ -53,7 +58,8 @@ def test_made_entries_stand_first_and_count_towards_the_budget(tiny_model, gener
         assert "made" in str(report)
         assert "made" not in str(same)
         if "every" not in policy:  # a standing one remembers queries as well
-            assert report.kept_bytes == same.kept_bytes
+            slopes = 2 * 2 * 8 * 8 * 4 if "moments" in policy else 0  # layers, heads, widths, float32
+            assert report.kept_bytes == same.kept_bytes + slopes
 
 
 @pytest.mark.parametrize("policy", STANDING)
@@ -70,7 +76,7 @@ def test_the_budget_holds_over_rounds_and_what_was_made_is_made_anew(tiny_model,
     assert report.evictions == [4]
 
 
-@pytest.mark.parametrize("policy", [*ONE_SHOT, *STANDING])
+@pytest.mark.parametrize("policy", [*ONE_SHOT, *STANDING, *MERGED])
 def test_a_question_fed_at_once_equals_token_by_token(tiny_model, generator, policy):
     model = tiny_model(layers=2)
     policy = policy.replace("every=7", "every=40")
@@ -83,7 +89,7 @@ def test_a_question_fed_at_once_equals_token_by_token(tiny_model, generator, pol
     )
 
 
-@pytest.mark.parametrize("policy", [*ONE_SHOT, *STANDING])
+@pytest.mark.parametrize("policy", [*ONE_SHOT, *STANDING, *MERGED])
 def test_a_row_of_a_padded_batch_is_the_row_alone(tiny_model, generator, policy):
     """Over several turns; one row is short enough to be evicted long after the other."""
     model = tiny_model(layers=2)
@@ -111,7 +117,7 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(tiny_model, generator, policy)
         same_entries(batch.report(), i, cache.report(), 0, 1e-4)
 
 
-@pytest.mark.parametrize("policy", [ONE_SHOT[2], *STANDING])
+@pytest.mark.parametrize("policy", [ONE_SHOT[2], *STANDING, *MERGED])
 def test_a_reload_and_a_branch_change_nothing(tiny_model, generator, tmp_path, policy):
     """Fault 15: the logits of a reloaded cache are the same bit for bit; those after a branch up to rounding."""
     model = tiny_model(layers=2)
@@ -137,17 +143,20 @@ def test_a_reload_and_a_branch_change_nothing(tiny_model, generator, tmp_path, p
         same_entries(loaded.report(), row, twin.report(), row, 0.0)
 
 
-@pytest.mark.parametrize("policy", [ONE_SHOT[1], STANDING[1]])
+@pytest.mark.parametrize("policy", [ONE_SHOT[1], STANDING[1], STANDING[3]])
 def test_rows_can_be_repeated_and_selected(tiny_model, generator, policy):
-    model = tiny_model(layers=2)
+    model, prompt = tiny_model(layers=2), tokens(generator, 131, rows=2)
     cache = kvest.EvictionCache(model, policy)
-    feed(model, cache, tokens(generator, 131, rows=2))
+    feed(model, cache, prompt)
     before = cache.report()
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([3, 0]))
     same_entries(cache.report(), 0, before, 1, 0.0)
     same_entries(cache.report(), 1, before, 0, 0.0)
-    feed(model, cache, tokens(generator, 9, rows=2))
+    other = kvest.EvictionCache(model, policy)
+    feed(model, other, prompt[[1, 0]])
+    question = tokens(generator, 3, rows=2)
+    torch.testing.assert_close(feed(model, cache, question), feed(model, other, question), rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_that_keeps_all_is_the_stock_cache(tiny_model, generator):

@@ -12,16 +12,16 @@ from build import first_round, made_round, part, second_round
 from kvest.budget import Entries
 from kvest.correct import Counts, Inclusion, NoCorrection, Tempered
 from kvest.policy import Policy
-from kvest.propose import H2O, KeyDiff, KeyNorm, Mixed, Uniform, WithCertain
+from kvest.propose import H2O, KeyDiff, KeyNorm, Mixed, Propose, Uniform, WithCertain
 from kvest.random import Stream
 from kvest.retain import Store, retain
 from kvest.sample import TopK
-from kvest.stand_in import Centroids, NoStandIn
-from kvest.stand_in.centroids import ITERATIONS, clusters
-from kvest.types import Draw, Observation, Retained
+from kvest.stand_in import Centroids, Merge, Moments, NoStandIn
+from kvest.stand_in.centroids import ITERATIONS, _nearest, clusters
+from kvest.types import Draw, Observation, Proposal, Retained
 from outcomes import poisson, systematic
 from reference import Head
-from reference_standins import centroids, mean_query, sums, whole
+from reference_standins import centroids, mean_query, merge, moments, sums, whole
 
 every_round = pytest.mark.parametrize("make", [first_round, second_round, made_round])
 FIXED = (
@@ -29,6 +29,8 @@ FIXED = (
     "h2o/systematic/inclusion+centroids(3, share=0.5)@12",
     "mixed(keydiff, 0.2)/systematic/tempered(0.85)+centroids(5, share=0.25)@12",
     "h2o(values=True)+one_threshold/systematic/inclusion+centroids(2, share=0.5, rows=7)@12",
+    "h2o(values=True)+one_threshold/systematic/tempered(0.85)+merge(0.5)@12",
+    "h2o(values=True)+one_threshold/top_k/none+moments(at=mean)@12",
 )
 
 
@@ -156,10 +158,11 @@ def test_in_a_head_without_a_sample_the_centroids_stand_for_all_and_without_cent
 
 
 @every_round
+@pytest.mark.parametrize("budget", [(12, 9), (14, 14)])
 @pytest.mark.parametrize("policy", FIXED)
-def test_counts_are_those_of_the_allocation_and_certain_entries_stay(policy, make, generator):
-    """Made ones included; those of an earlier round are gone, and never among the kept."""
-    o = make(generator)
+def test_counts_are_those_of_the_allocation_and_certain_entries_stay(policy, budget, make, generator):
+    """Made ones included; those of an earlier round are gone, and never among the kept; a head may keep all it has."""
+    o = make(generator, budget=torch.tensor(budget))
     parsed = Policy.parse(policy, sinks=2, window=3)
     proposal = parsed.proposal(o)
     counts = parsed.allocate([proposal], [o], parsed.design)[0]
@@ -225,16 +228,17 @@ def test_huge_logits_stay_finite(size, generator):
     assert all(torch.isfinite(x).all() for x in (kept.keys, kept.values, kept.log_weights))
 
 
+class Everything(Propose):
+    """Certain of all that it sees."""
+
+    def __call__(self, observation: Observation) -> Proposal:
+        return Proposal(observation.valid.float(), observation.valid)
+
+
 def test_made_entries_are_worth_nothing_and_never_certain(generator):
-    """Not as sinks, not as the recent ones of a short row, not as what another criterion ranks first."""
+    """Not as sinks, not as the recent ones of a short row, not as what a proposal is certain of."""
     o = made_round(generator, sinks=4, window=60)
-    policy = Policy(
-        WithCertain(Uniform(), KeyDiff(), 1.0),
-        TopK(),
-        NoCorrection(),
-        Entries(20),
-    )
-    proposal = policy.proposal(replace(o, budget=torch.tensor([23, 23])))
+    proposal = Policy(Everything(), TopK(), NoCorrection(), Entries(20)).proposal(o)
     assert o.made.any()
     assert not proposal.certain[o.made].any()
     assert not proposal.score[o.made].any()
@@ -259,6 +263,18 @@ def test_a_standing_policy_keeps_the_history_of_kept_entries(generator):
         assert history.tolist() == [0.0 if p < 0 else old[p] for p in where.tolist()]
 
 
+def test_a_centre_that_is_nearest_to_none_takes_an_entry_from_a_cluster_of_several(generator):
+    """Not the one that is farthest from its centre, if that is alone there."""
+    keys = torch.tensor([0.0, 0.0, 0.5, 0.0, 10.0])[None, :, None]
+    centres = torch.tensor([0.0, 0.0, 7.0])[None, :, None]
+    there = torch.tensor([[True, True, True, True, True]])
+    assert _nearest(keys, centres, there, torch.tensor([3])).tolist() == [[0, 0, 1, 0, 2]]
+    there[0, 2] = False
+    labels = _nearest(keys, centres, there, torch.tensor([3]))
+    assert labels[there].unique().tolist() == [0, 1, 2]
+    assert labels[0, 0] == 0
+
+
 def test_no_cluster_is_empty(generator):
     """Two keys a hundred times each: three clusters all the same, and equal keys stay together as far as they can."""
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).repeat(50, 1)[None]
@@ -278,6 +294,106 @@ def test_heads_that_make_none_are_as_without(generator):
         assert one == other if f == "counts" else torch.equal(one, other)
 
 
+@every_round
+@pytest.mark.parametrize("stand_in", [Merge(), Merge(0.55), Merge(0.5, keys=False), Merge(1.0)], ids=repr)
+def test_merged_entries_are_the_twins(make, stand_in, generator):
+    """As many entries, positions and weights as without; an entry that nothing is merged into stays bit for bit."""
+    o = make(generator)
+    o = replace(o, keys=o.keys - 1)  # all alike otherwise
+    text = "h2o/systematic/inclusion@12"
+    kept = evict(Policy.parse(text, sinks=2, window=3, stand_in=stand_in), o)
+    plain = evict(text, o)
+    assert kept.counts == plain.counts
+    assert torch.equal(kept.positions, plain.positions)
+    assert torch.equal(kept.log_weights, plain.log_weights)
+    assert torch.equal(kept.keys, plain.keys) == (stand_in.threshold == 1.0 or not stand_in.keys)
+    assert torch.equal(kept.values, plain.values) == (stand_in.threshold == 1.0)
+    assert (kept.values == plain.values).all(dim=1).any()
+    for row, head in heads(o):
+        a, where = Head(o, row, head), Store(kept).head(kept.positions, row, head).tolist()
+        slots = [i for i in a.entries if a.positions[i] in where and a.positions[i] >= 0]
+        want = merge(a, set(slots), stand_in.threshold, stand_in.keys)
+        for slot, (key, value, _) in zip(slots, held(kept, row, head), strict=True):
+            close(key, want[slot][0])
+            close(value, want[slot][1])
+
+
+@pytest.mark.parametrize(("module", "stand_in"), [("merge", "merge(0.3)"), ("centroids", "centroids(3)")])
+def test_little_memory_gives_the_same_result(module, stand_in, generator, monkeypatch):
+    """A few entries, or one head, at a time."""
+    o, text = second_round(generator), f"h2o/top_k/none+{stand_in}@12"
+    at_once = evict(text, o)
+    monkeypatch.setattr(f"kvest.stand_in.{module}.BLOCK_ELEMENTS", 25)
+    for name in ("keys", "values", "log_weights"):
+        torch.testing.assert_close(getattr(evict(text, o), name), getattr(at_once, name))
+
+
+def answer(kept: Retained, row: int, head: int, q: list[float], scale: float) -> torch.Tensor:
+    """Numerator and denominator of attention over what a head holds, the slope of its first entry included."""
+    entries = held(kept, row, head)
+    key, value, weight = entries[0]
+    first = torch.tensor(value).double() + kept.slopes[row, head].double() @ torch.tensor(q, dtype=torch.float64)
+    return torch.tensor(sums(q, scale, [(key, first.tolist(), weight), *entries[1:]]), dtype=torch.float64)
+
+
+@every_round
+@pytest.mark.parametrize("stand_in", [Moments(), Moments("mean"), Moments("mean", 5)], ids=repr)
+def test_moments_are_the_twins(make, stand_in, generator):
+    """For any query: numerator and denominator of what is kept, and of the expansion of what is gone."""
+    o = make(generator)
+    kept = evict(Policy.parse("h2o/top_k/none@12", sinks=2, window=3, stand_in=stand_in), o)
+    for row, head in heads(o):
+        a, where = Head(o, row, head), Store(kept).head(kept.positions, row, head).tolist()
+        assert where.count(-1) == 1
+        stays = {i for i in a.entries if a.positions[i] >= 0 and a.positions[i] in where}
+        mu = mean_query(a, stand_in.rows) if stand_in.at == "mean" else [0.0] * len(a.k[0])
+        for q in (mu, *torch.randn(3, 14, generator=generator).double().tolist()):
+            want = sums(q, o.scale, [(a.k[i], a.v[i], a.l[i]) for i in stays])
+            gone = moments(a, set(a.entries) - stays, mu, q)
+            close(answer(kept, row, head, q, o.scale).tolist(), [x + y for x, y in zip(want, gone, strict=True)], 1e-4)
+
+
+@pytest.mark.parametrize("at", ["zero", "mean"])
+def test_moments_add_up_over_rounds(at, generator):
+    """At one and the same query two rounds are one: the entry that was made is expanded with its slope."""
+    o = first_round(generator, lengths=(23,), budget=torch.tensor([15]))
+    policy = Policy.parse(f"h2o/top_k/none+moments(at={at}, rows=5)@12", sinks=2, window=3)
+    first = evict(policy, o)
+    slots, lengths = Store(first).right_aligned()
+    again = replace(
+        o,
+        **{n: getattr(first, n)[slots] for n in ("keys", "values", "log_weights")},
+        positions=first.positions[slots].long(),
+        lengths=lengths,
+        slopes=first.slopes,
+        prepared=None,
+        budget=torch.tensor([9]),
+        queries=o.queries[:, :, :, -5:],
+        query_lengths=torch.tensor([5]),
+    )
+    second = evict(policy, again)
+    for head in range(3):
+        a, where = Head(o, 0, head), Store(second).head(second.positions, 0, head).tolist()
+        mu = mean_query(a, 5) if at == "mean" else [0.0] * 14
+        gone = {i for i in a.entries if a.positions[i] not in where}
+        assert len(gone) == 15
+        for q in (mu, *torch.randn(2, 14, generator=generator).double().tolist()):
+            kept = sums(q, o.scale, [(a.k[i], a.v[i], a.l[i]) for i in a.entries if i not in gone])
+            want = [x + y for x, y in zip(kept, moments(a, gone, mu, q), strict=True)]
+            close(answer(second, 0, head, q, o.scale).tolist(), want, 1e-4)
+
+
+def test_a_head_that_keeps_all_keeps_its_slope(generator):
+    o = made_round(generator, budget=torch.tensor([14, 14]))
+    o = replace(o, slopes=torch.randn(2, 3, 7, 14, generator=generator))
+    kept = evict("h2o/top_k/none+moments@12", o)
+    for row, head in heads(o):
+        same = torch.equal(kept.slopes[row, head], o.slopes[row, head])
+        assert same == bool(o.lengths[row, head] <= 14 and o.made[row, head].any())
+    assert not kept.slopes[1, 2].any()  # keeps all, and had none made
+    assert kept.slopes[1, 0].any()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -286,6 +402,9 @@ def test_heads_that_make_none_are_as_without(generator):
         ("h2o/top_k/none+centroids(0)@0.25", "whole number count >= 1, not 0"),
         ("h2o/top_k/none+centroids(1, rows=0)@0.25", "whole number rows >= 1, not 0"),
         ("h2o/systematic/inclusion+centroids(1, share=0.0)@0.25", "0 < share <= 1, not 0.0"),
+        ("h2o/top_k/none+moments(rows=0)@0.25", "whole number rows >= 1, not 0"),
+        ("h2o/top_k/none+moments(at=end)@0.25", "at of moments must be zero or mean"),
+        ("h2o/top_k/none+merge(1.5)@0.25", "-1 <= threshold <= 1, or None for the mean, not 1.5"),
         ("h2o/top_k/none+centroid@0.25", "Did you mean 'centroids'?"),
         ("h2o/top_k/none+@0.25", "expected a stand-in here"),
     ],

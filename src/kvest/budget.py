@@ -16,7 +16,8 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 @dataclass(frozen=True)
 class Footprint:
     """What the bytes of a whole cache are made of: `entry_bytes` summed over the heads of all evicted layers (keys,
-    values, weights, positions of one entry in each), `fixed_bytes` that eviction cannot change (bounded layers)."""
+    values, weights, positions of one entry in each), `fixed_bytes` that eviction cannot change (bounded layers, what a
+    stand-in holds besides entries)."""
 
     entry_bytes: int
     fixed_bytes: int

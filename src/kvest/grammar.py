@@ -94,7 +94,19 @@ def say(part: Any) -> str:
 
 _SAID = {("tempered", "tau"), ("mixed", "eps"), ("with_certain", "share"), ("centroids", "count")}
 """Part of the record even at their default."""
-_KEYED = ("by", "share", "values", "divide", "layer", "form", "rows", "of", "raw")  # clearer with their key
+_KEYED = (
+    "by",
+    "share",
+    "values",
+    "divide",
+    "layer",
+    "form",
+    "rows",
+    "of",
+    "raw",
+    "at",
+    "keys",
+)  # clearer with their key
 
 
 def _changed(part: Any, f: Field[Any]) -> bool:

@@ -56,6 +56,7 @@ def retain(
         positions=pick(observation.positions, -1).to(torch.int32),
         counts=tuple(tuple(row) for row in counts.tolist()),
         history=None if carried is None else pick(carried, 0),
+        slopes=None if made is None else made.slopes,
     )
 
 
@@ -74,6 +75,7 @@ def concatenate(parts: list[Retained]) -> Retained:
         positions=join("positions"),
         counts=tuple(row for part in parts for row in part.counts),
         history=None if first.history is None else join("history"),
+        slopes=None if first.slopes is None else join("slopes"),
     )
 
 
@@ -85,6 +87,7 @@ class Run:
     keys: Float[Tensor, "1 k c d"]
     values: Float[Tensor, "1 k c e"]
     bias: Float[Tensor, "1 k 1 c"]  # the log weights
+    slopes: Float[Tensor, "1 k e d"] | None = None  # of the values of the heads' first entries
 
 
 def room(entries: int) -> int:
@@ -110,7 +113,7 @@ class Store:
         self.capacities = list(self.lengths)
         self.keys, self.values = retained.keys, retained.values
         self.log_weights, self.positions = retained.log_weights, retained.positions
-        self.history = retained.history
+        self.history, self.slopes = retained.history, retained.slopes
         self._shared = True  # with `retained`, until the first growth
         self._ends: Int[Tensor, "bh"] | None = None
         self._place()
@@ -138,6 +141,7 @@ class Store:
                         self.keys[part].view(*shape, -1),
                         self.values[part].view(*shape, -1),
                         self.log_weights[part].view(1, len(members), 1, capacity),
+                        None if self.slopes is None else self.slopes.flatten(0, 1)[None, heads],
                     )
                 )
             self.run_sizes = [run.heads.stop - run.heads.start for run in self._runs]
@@ -240,6 +244,7 @@ class Store:
             positions=self.positions[slots],
             counts=tuple(tuple(self.counts(row)) for row in (range(self.rows) if rows is None else rows)),
             history=None if self.history is None else self.history[slots],
+            slopes=self.slopes if self.slopes is None or rows is None else self.slopes[rows],
         )
 
     def counts(self, row: int) -> list[int]:

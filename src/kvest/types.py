@@ -48,11 +48,12 @@ class Observation:
     `history` is the attention that each entry had collected before this round, where a policy carries it; `prepared`
     are scores that passes of their own made before it (None: nobody ran them). `normalizers` are the queries'
     `log sum_i exp(scale q.k_i + log_weight_i)` over the entries up to their own, where the pass that they come from has
-    worked them out (those of missing queries may be anything). `layer` is the place among the `layers` that are
-    evicted. Of the model, for proposals that need it: `rotation` undoes the
-    rotary embedding of this layer, `output` is the part of its output projection that each query head goes through
-    (`output[h, g] @ v`, `m` the model's width). `reduction` says how attention of several queries and query heads
-    becomes one number an entry. `split` reaches the layer's other heads, where processes share them.
+    worked them out (those of missing queries may be anything). `slopes`: the value of a head's made entry is
+    `v + slope @ q` (None: plain `v` everywhere). `layer` is the place among the `layers` that are evicted. Of the
+    model, for proposals that need it: `rotation` undoes the rotary embedding of this layer, `output` is the part of its
+    output projection that each query head goes through (`output[h, g] @ v`, `m` the model's width). `reduction` says
+    how attention of several queries and query heads becomes one number an entry. `split` reaches the layer's other
+    heads, where processes share them.
     """
 
     queries: Float[Tensor, "b h g q d"]
@@ -69,6 +70,7 @@ class Observation:
     sinks: int = 0
     window: int = 0
     history: Float[Tensor, "b h t"] | None = None
+    slopes: Float[Tensor, "b h e d"] | None = None
     prepared: Float[Tensor, "b h t"] | None = None
     normalizers: Float[Tensor, "b h g q"] | None = None
     layer: int = 0
@@ -116,6 +118,7 @@ class Observation:
             "positions",
             "lengths",
             "history",
+            "slopes",
             "prepared",
             "normalizers",
         )
@@ -165,12 +168,16 @@ class Draw:
 
 @dataclass(frozen=True)
 class Made:
-    """Entries that stand in for evicted ones: the first `counts` of each head's `n` slots hold one."""
+    """Entries that stand in for evicted ones: the first `counts` of each head's `n` slots hold one
+
+    With `slopes`, the value of a head's first entry is `v + slope @ q` from now on (0 in heads that hold none made).
+    """
 
     keys: Float[Tensor, "b h n d"]
     values: Float[Tensor, "b h n e"]
     log_weights: Float[Tensor, "b h n"]
     counts: Int[Tensor, "b h"]
+    slopes: Float[Tensor, "b h e d"] | None = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,8 @@ class Kept:
 class Retained:
     """The entries that stay, packed without gaps: head by head, row by row, ascending positions (made ones first).
 
-    `counts[row][head]` says how many of the `s` slots belong to each head, in that order.
+    `counts[row][head]` says how many of the `s` slots belong to each head, in that order. `slopes`: the value of a
+    head's first entry is `v + slope @ q` (None: plain `v` everywhere).
     """
 
     keys: Float[Tensor, "s d"]
@@ -196,6 +204,7 @@ class Retained:
     positions: Int[Tensor, "s"]
     counts: tuple[tuple[int, ...], ...]
     history: Float[Tensor, "s"] | None = None
+    slopes: Float[Tensor, "b h e d"] | None = None
 
 
 for _noun in (Observation, Proposal, Draw, Made, Kept, Retained):

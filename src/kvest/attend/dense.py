@@ -88,6 +88,36 @@ def weighted_with_sinks(
     return (torch.softmax(logits, dim=-1) * share).to(values.dtype) @ values
 
 
+def weighted_with_slopes(
+    queries: Float[Tensor, "b h q d"],
+    keys: Float[Tensor, "b h t d"],
+    values: Float[Tensor, "b h t e"],
+    bias: Float[Tensor, "#b #h #q t"],
+    scale: float,
+    slopes: Float[Tensor, "#b #h e d"],
+    sinks: Float[Tensor, "#b #h #q"] | None = None,
+) -> Float[Tensor, "b h q e"]:
+    """As `weighted`, where the value of the first entry is `v + slope @ q`: `out + p_0 slope @ q`
+
+    p_0 = exp(logit_0 - lse) is that entry's probability: nothing is computed twice. `sinks`: `weighted_with_sinks`.
+    """
+    if queries.is_cpu and keys.shape[-1] == values.shape[-1]:
+        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, False, attn_mask=bias, scale=scale
+        )
+        first = scale * (queries.float() * keys[..., :1, :].float()).sum(dim=-1) + bias[..., 0]
+        out, probability = out.float(), (first - lse.float()).exp()
+    else:
+        logits = _logits(queries, keys, bias, scale)
+        lse = torch.logsumexp(logits, dim=-1)
+        probabilities = (logits - lse[..., None]).exp()
+        out, probability = (probabilities.to(values.dtype) @ values).float(), probabilities[..., 0]
+    out = out + probability[..., None] * (queries.float() @ slopes.float().transpose(2, 3))
+    if sinks is not None:
+        out = out * torch.sigmoid(lse.float() - sinks.float())[..., None]
+    return out.to(values.dtype)
+
+
 def _logits(
     queries: Float[Tensor, "b h q d"],
     keys: Float[Tensor, "b h t d"],

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvest.attend.dense import BLOCK_ELEMENTS, weighted, weighted_with_sinks
+from kvest.attend.dense import BLOCK_ELEMENTS, weighted, weighted_with_sinks, weighted_with_slopes
 from kvest.retain import Run, Store
 
 
@@ -60,6 +60,8 @@ def _over(
     scale: float,
     sinks: Float[Tensor, "1 k q"] | None,
 ) -> Float[Tensor, "1 k q e"]:
+    if run.slopes is not None:
+        return weighted_with_slopes(queries, run.keys, run.values, bias, scale, run.slopes, sinks)
     if sinks is None:
         return weighted(queries, run.keys, run.values, bias, scale)
     return weighted_with_sinks(queries, run.keys, run.values, bias, scale, sinks)
@@ -92,7 +94,10 @@ def _many_queries(
         bias = run.bias[0].masked_fill(slots > last[:, some, None], -torch.inf)
         if queries.is_cpu:
             mine = queries[:, :, some], keys, values, bias[:, None], scale
-            if sinks is None:
+            if run.slopes is not None:
+                learned = None if sinks is None else sinks[run.heads, :, None]
+                parts.append(weighted_with_slopes(*mine, run.slopes[0, :, None], learned))
+            elif sinks is None:
                 parts.append(weighted(*mine))
             else:
                 parts.append(weighted_with_sinks(*mine, sinks[run.heads, :, None]))

@@ -171,7 +171,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         if self.store is None:
             return values, {**tensors, "keys": self.keys, "values": self.values}
         held = self.store.retained()
-        names = ("keys", "values", "log_weights", "positions", "history")
+        names = ("keys", "values", "log_weights", "positions", "history", "slopes")
         tensors |= {name: x for name in names if (x := getattr(held, name)) is not None}
         return {**values, "counts": held.counts, "capacities": self.store.capacities}, tensors
 

@@ -51,6 +51,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
         sinks=session.policy.sinks,
         window=session.policy.window,
         history=history,
+        slopes=None if layer.store is None else layer.store.slopes,
         normalizers=None if normalizers is None else normalizers.reshape(b, h, heads // h, q),
         prepared=_prepared(layer.prepared, exists),
         layer=session.evictable.index(layer.index),

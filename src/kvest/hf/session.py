@@ -221,10 +221,11 @@ class Session:
         self.share.check(heads)
         heads *= self.share.size  # a budget of bytes is for the whole cache
         wide = (width + values.shape[-1]) * keys.element_size()
+        beside = len(self.evictable) * self.policy.stand_in.beside(width, values.shape[-1]) * keys.element_size()
         carried = HISTORY_BYTES if self.policy.every is not None and self.policy.propose.carries else 0
         footprint = Footprint(
             entry_bytes=len(self.evictable) * heads * (wide + INDEX_BYTES + carried),
-            fixed_bytes=rows * heads * self.window_tokens * wide,
+            fixed_bytes=rows * heads * (self.window_tokens * wide + beside),
             rows=rows,
         )
         protected = self.policy.sinks + self.policy.window

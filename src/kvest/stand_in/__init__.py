@@ -2,11 +2,15 @@
 
 from kvest.stand_in._base import StandIn
 from kvest.stand_in.centroids import Centroids
+from kvest.stand_in.merge import Merge
+from kvest.stand_in.moments import Moments
 from kvest.stand_in.none import NoStandIn
 
 __all__ = [
     "STAND_INS",
     "Centroids",
+    "Merge",
+    "Moments",
     "NoStandIn",
     "StandIn",
 ]
@@ -14,4 +18,6 @@ __all__ = [
 STAND_INS: dict[str, type[StandIn]] = {
     "none": NoStandIn,
     "centroids": Centroids,
+    "merge": Merge,
+    "moments": Moments,
 }

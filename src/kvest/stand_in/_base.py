@@ -32,6 +32,10 @@ class StandIn(ABC):
         """Entries that a head makes, at most."""
         return 0
 
+    def beside(self, key_width: int, value_width: int) -> int:
+        """Numbers that a head holds besides its entries."""
+        return 0
+
     def room(self, proposal: Proposal, observation: Observation, counts: Int[Tensor, "b h"]) -> Int[Tensor, "b h"]:
         """Entries that each head makes: what is certain stays in any case, and a head that keeps all makes none."""
         free = (counts - proposal.certain.sum(dim=-1)).clamp(0, self.most)
@@ -49,3 +53,10 @@ def may_stay(
     """(the proposal, which entries may stay): made entries are certain in a head that keeps all, and in no other."""
     stays = observation.made & (counts >= observation.lengths)[..., None]
     return replace(proposal, certain=proposal.certain | stays), observation.valid & ~observation.made | stays
+
+
+def mean_query(observation: Observation) -> Float[Tensor, "b h d"]:
+    """The mean of a row's queries over the group; 0 for a row without any."""
+    exists = observation.query_valid[:, None, None, :, None]
+    total = observation.queries.float().masked_fill(~exists, 0.0).sum(dim=(2, 3))
+    return total / (observation.query_lengths.clamp_min(1) * observation.queries.shape[2])[:, None, None]

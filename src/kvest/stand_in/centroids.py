@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvest.observe import BLOCK_ELEMENTS
-from kvest.stand_in._base import StandIn
+from kvest.stand_in._base import StandIn, mean_query
 from kvest.types import Draw, Kept, Made, Observation
 
-ITERATIONS = 5
+ITERATIONS = 3
 """Of Lloyd's algorithm: later ones move few entries, and each costs as much as scoring by `count` queries."""
 
 
@@ -69,13 +69,6 @@ class Centroids(StandIn):
         mass = observation.log_weights + torch.where(observation.made, 0.0, share.log()).float()
         made = centroids(observation, mass, mean_query(observation.recent(self.rows)), evicted, counts)
         return Kept(observation, log_weights, made)
-
-
-def mean_query(observation: Observation) -> Float[Tensor, "b h d"]:
-    """The mean of a row's queries over the group; 0 for a row without any."""
-    exists = observation.query_valid[:, None, None, :, None]
-    total = observation.queries.float().masked_fill(~exists, 0.0).sum(dim=(2, 3))
-    return total / (observation.query_lengths.clamp_min(1) * observation.queries.shape[2])[:, None, None]
 
 
 def centroids(
