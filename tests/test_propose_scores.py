@@ -96,7 +96,7 @@ def test_top_k_keeps_what_greedy_selection_chose(propose, make, generator):
             a = reference.Head(observation, row, head)
             protected = reference.protected(a)
             score = twins.capkv_greedy(a, **vars(propose))
-            best = sorted(set(a.entries) - protected, key=score.__getitem__, reverse=True)
+            best = sorted(set(score) - protected, key=score.__getitem__, reverse=True)
             chosen = protected | set(best[: a.budget - len(protected)])
             assert set(kept[row, head].nonzero()[:, 0].tolist()) == chosen
 
