@@ -69,6 +69,48 @@ CASES = {
     ),
     "CURPress": Case(lambda r: kvpress.CURPress(r), "curdkv(peer=True)/top_k/none", sinks=4, note=LAST),
     "NonCausalAttnPress": Case(lambda r: kvpress.NonCausalAttnPress(r), "noncausal(peer=True)/top_k/none", note=LAST),
+    "ExpectedAttentionPress (default here)": Case(
+        lambda r: kvpress.ExpectedAttentionPress(r),
+        "expected_attention/top_k/none",
+        sinks=4,
+        note="without `peer=True` the softmax runs over the sinks as well",
+    ),
+    "LeverageScorePress": Case(
+        lambda r: kvpress.LeverageScorePress(r), "leverage/top_k/none", note="its random sketch is never the same twice"
+    ),
+    "CompactorPress": Case(
+        lambda r: kvpress.CompactorPress(r),
+        "compactor(blend=0.75)/top_k/none",
+        sinks=8,
+        window=4,
+        note="the sketch; z-scores over all heads at once there, over each head here",
+    ),
+    "PyramidKVPress": Case(
+        lambda r: kvpress.PyramidKVPress(r),
+        "snapkv(peer=True)+pyramid/top_k/none",
+        note="each layer's count is rounded for itself there; here all of them sum to the budget",
+    ),
+    "AdaKVPress(SnapKVPress)": Case(
+        lambda r: kvpress.AdaKVPress(kvpress.SnapKVPress(r)),
+        "snapkv(peer=True)+adaptive/top_k/none",
+        window=64,
+        note="the least share of a head counts what is protected there, whatever its score here",
+    ),
+    "AdaKVPress(ExpectedAttentionPress)": Case(
+        lambda r: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(r)),
+        "expected_attention(peer=True)+adaptive/top_k/none",
+        sinks=4,
+        note=LAST,
+    ),
+    "CriticalKVPress(SnapKVPress)": Case(
+        lambda r: kvpress.CriticalKVPress(kvpress.SnapKVPress(r)), "critical(snapkv(peer=True))/top_k/none", window=64
+    ),
+    "ChunkKVPress(SnapKVPress)": Case(
+        lambda r: kvpress.ChunkKVPress(kvpress.SnapKVPress(r)),
+        "chunked(snapkv(peer=True))/top_k/none",
+        window=64,
+        note="whole chunks there, fewer entries than the budget; here the budget is filled",
+    ),
 }
 
 

@@ -200,10 +200,19 @@ def render(name: str) -> str:
     return f"\n{TABLES[name](record['rows'])}\n\nConditions: {said(record)}.\n"
 
 
+def there(name: str) -> bool:
+    """Whether there is something to make the table from."""
+    records = {"costs": ("costs-2048", "costs-8192")}.get(name, (name,))
+    return name in KINDS or all((RECORDS / f"{record}.json").exists() for record in records)
+
+
 def main() -> None:
     for path in DOCUMENTS:
         text = path.read_text()
         for name in re.findall(r"<!-- ([\w-]+) -->", text):
+            if not there(name):
+                print(f"{path.relative_to(ROOT)}: no record of {name} yet")
+                continue
             block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             text = block.sub(lambda found, name=name: found[1] + render(name) + found[2], text)
         path.write_text(text)

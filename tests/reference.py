@@ -92,7 +92,9 @@ def streaming(a: Head) -> Scores:
 
 
 def key_norm(a: Head) -> Scores:
-    return softmax({i: -norm(a.k[i]) for i in a.entries})
+    norms = {i: norm(a.k[i]) for i in a.entries}
+    c = max(1.0, (max(norms.values()) - min(norms.values())) / 60)
+    return softmax({i: -x / c for i, x in norms.items()})
 
 
 def keydiff(a: Head) -> Scores:

@@ -138,7 +138,9 @@ def test_h2o_adds_up_over_rounds(generator):
     whole = first_round(generator, lengths=(23,))
     early = replace(
         whole,
-        **{name: getattr(whole, name)[:, :, :13] for name in ("keys", "values", "log_weights", "positions")},
+        **{
+            name: getattr(whole, name)[:, :, :13] for name in ("keys", "values", "log_weights", "positions", "prepared")
+        },
         queries=whole.queries[:, :, :, :13],
         lengths=whole.lengths * 0 + 13,
         query_lengths=torch.tensor([13]),
@@ -238,3 +240,16 @@ def test_known_normalizers_change_nothing(propose, make, generator):
     torch.testing.assert_close(got.score, propose(observation).score, rtol=1e-4, atol=1e-6)
     wrong = propose(replace(observation, normalizers=normalizers + 0.1)).score
     assert (wrong - got.score).abs().max() > 1e-3  # they were used
+
+
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_key_norm_ranks_keys_however_far_apart_their_norms_are(size, generator):
+    """Hundreds apart: exponentials of the norms themselves would be 0 for most."""
+    observation = first_round(generator, lengths=(23,))
+    observation = replace(observation, keys=observation.keys * size)
+    score = KeyNorm()(observation).score
+    want = reference.score(reference.key_norm, observation)
+    torch.testing.assert_close(score.double(), want, rtol=1e-4, atol=0)
+    order = observation.keys.norm(dim=-1).argsort(dim=-1)
+    assert torch.equal(score.argsort(dim=-1, descending=True), order)
+    assert (score / score.amax(dim=-1, keepdim=True)).min() > 1e-30
