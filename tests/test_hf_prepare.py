@@ -57,8 +57,8 @@ def recorder(chunk: int = 2048, sinks: int = 4) -> Policy:
 
 
 def document(tokenizer: Any, text: str = TEXT) -> Tensor:
-    """The beginning of a chat with the text in it, or the text alone."""
-    before = "<s>Be good. Ask: " if tokenizer.chat_template else ""
+    """The beginning of a chat with the text in it, or the text behind a token that begins every text."""
+    before = "<s>Be good. Ask: " if tokenizer.chat_template else "<s>"
     return tokenizer(before + text, add_special_tokens=False, return_tensors="pt").input_ids
 
 
@@ -196,7 +196,11 @@ def test_a_row_of_a_left_padded_batch_is_the_row_alone(tiny_model, generator, ma
     rows = [document(tokenizer, text) for text in (TEXT, TEXT[31:], TEXT[:9])]
     ids, mask = left_padded(rows)
     batch = kvest.EvictionCache(model, policy)
+    calls = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
     logits = batch.prepare(ids, mask, tokenizer=tokenizer, progress=False)
+    hook.remove()
+    assert len(calls) == 1 + (2 if chunk == 2048 else 5)  # the row that keeps everything is not repeated
     more = tokens(generator, 7, rows=3)
     after = feed(model, batch, more, torch.cat([mask, torch.ones_like(more)], dim=1))
     assert batch.report().evictions == [1, 1, 0]
