@@ -79,6 +79,11 @@ class Policy:
             raise ValueError(f"a policy has no field {unknown[0]!r}. Known: {', '.join(cls.__dataclass_fields__)}")
         return cls(**{**grammar.parse(text), **fields})
 
+    @property
+    def looks_back(self) -> int:
+        """The latest queries that designs and corrections look at, once the proposals are there."""
+        return max(self.design.queries, self.correct.queries)
+
     def __str__(self) -> str:
         return grammar.write(self)
 
@@ -109,7 +114,6 @@ class Policy:
         counts = self.allocate(proposals, observations, self.design)
         kept = []
         for observation, proposal, count, stream in zip(observations, proposals, counts, streams, strict=True):
-            draw = self.design(proposal, observation.valid, count, observation.positions, stream)
-            log_weights = self.correct(draw, observation)
+            draw, log_weights = self.design.corrected(proposal, observation, count, stream, self.correct)
             kept.append(retain(observation, draw, log_weights, proposal if self.every else None))
         return kept

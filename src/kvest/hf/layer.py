@@ -219,7 +219,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         limit = self.session.policy.propose.queries
         if limit is None:
             return
-        limit = max(limit, self.session.policy.correct.queries)
+        limit = max(limit, self.session.policy.looks_back)
         total = sum(query.shape[2] for query in self.queries)
         watched = self.session.planned().watched
         if watched is not None and limit > 0:
@@ -243,7 +243,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         policy = self.session.policy
         observation = observe(self, scale)
         proposal = policy.proposal(observation)
-        looked_at = observation.recent(policy.correct.queries)
+        looked_at = observation.recent(policy.looks_back)
         self.observed = (replace(looked_at, queries=own(looked_at.queries)), proposal)
         self._keep_queries(self.session.planned().left_columns)
 
