@@ -25,7 +25,7 @@ class Chosen(Stream):
 
 
 def chosen(numbers: Tensor) -> Chosen:
-    return Chosen(0, 0, [0] * len(numbers), 0, numbers)
+    return Chosen(0, 0, [0] * len(numbers), numbers=numbers)
 
 
 def proposal(score: list[float], certain: tuple[int, ...] = (), missing: int = 0) -> tuple[Proposal, Tensor]:

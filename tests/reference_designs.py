@@ -110,3 +110,68 @@ def filled(weights: list[float], total: int, most: list[int]) -> list[float]:
         c = (low + high) / 2
         low, high = (c, high) if sum(min(m, c * w) for m, w in zip(most, weights, strict=True)) < total else (low, c)
     return [min(float(m), high * w) for m, w in zip(most, weights, strict=True)]
+
+
+Outcome = tuple[int, ...]
+
+
+def duel(p: float, q: float) -> list[tuple[float, float, float]]:
+    """(probability, p, q) of both results of a duel: one of them ends at 0 or 1, the other holds the rest."""
+    s = p + q
+    if s <= 1:
+        return [(p / s, s, 0.0), (q / s, 0.0, s)] if s > 0 else [(1.0, p, q)]
+    return [((1 - q) / (2 - s), 1.0, s - 1), ((1 - p) / (2 - s), s - 1, 1.0)]
+
+
+def ordered_pivotal(pi: list[float]) -> dict[Outcome, float]:
+    """Probability of every sample: the first entry duels with the second, whoever is open with the third, and so on."""
+    samples: dict[Outcome, float] = {}
+
+    def go(state: list[float], open_: int, following: int, probability: float) -> None:
+        if following == len(pi):
+            kept = tuple(i for i, p in enumerate(state) if p > 0.5)
+            samples[kept] = samples.get(kept, 0.0) + probability
+            return
+        for chance, p, q in duel(state[open_], state[following]):
+            after = list(state)
+            after[open_], after[following] = p, q
+            still = following if abs(p - round(p)) < 1e-12 else open_
+            go(after, still, following + 1, probability * chance)
+
+    go(list(pi), 0, 1, 1.0)
+    return samples
+
+
+def tournament(pi: list[float], first_wins: Callable[[int, int], bool]) -> tuple[Outcome, dict[tuple[int, int], float]]:
+    """(who is kept, the chance of the first of each duel) where `first_wins(round, duel)` decides
+
+    From the last entry backwards; a probability of 0 or 1 takes part with 0 and is decided beforehand.
+    """
+    n = 1
+    while n < len(pi):
+        n *= 2
+    level = [(i, 0.0 if pi[i] == 1 else pi[i]) for i in reversed(range(len(pi)))] + [(-1, 0.0)] * (n - len(pi))
+    kept, chances, turn = {i for i, p in enumerate(pi) if p == 1}, {}, 0
+    while len(level) > 1:
+        following = []
+        for number, ((i, p), (j, q)) in enumerate(zip(level[::2], level[1::2], strict=True)):
+            s = p + q
+            chance = (p / s if s > 0 else 0.0) if s <= 1 else (1 - q) / (2 - s) if s < 2 else 0.5
+            chances[turn, number] = chance
+            winner, loser = (i, j) if first_wins(turn, number) else (j, i)
+            if s > 1:
+                kept.add(winner)
+            following.append((winner, s) if s <= 1 else (loser, s - 1))
+        level, turn = following, turn + 1
+    if level[0][1] > 0.5:
+        kept.add(level[0][0])
+    return tuple(sorted(kept)), chances
+
+
+def clustered(
+    x: list[float], positions: list[int], size: int, rate: Callable[[list[float]], list[float]]
+) -> list[float]:
+    """Each entry's inclusion probability, where `rate` gives those of clusters from their scores."""
+    names = sorted({p // size for p in positions})
+    pi = rate([sum(a for a, p in zip(x, positions, strict=True) if p // size == name) for name in names])
+    return [pi[names.index(p // size)] for p in positions]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference_sampling as reference
-from build import first_round, second_round
+from build import default, first_round, second_round
 from kvest.allocate import ALLOCATIONS, OneThreshold, UniformAllocation
 from kvest.allocate._compete import largest_remainder
 from kvest.propose import H2O, Uniform
@@ -51,7 +51,7 @@ def row_of(counts, row: int) -> list[int]:
 def test_counts_sum_to_the_budget_of_each_row(budget, allocate, design, make, generator):
     """At least what is certain, at most what is there, and the sum is the budget, or all that there is."""
     proposals, observations = layers(make, generator, budget=torch.tensor(budget))
-    counts = ALLOCATIONS[allocate]()(proposals, observations, DESIGNS[design]())
+    counts = ALLOCATIONS[allocate]()(proposals, observations, default(DESIGNS[design]))
     for row in range(2):
         lengths = [n for o in observations for n in o.lengths[row].tolist()]
         certain = [n for p in proposals for n in p.certain[row].sum(-1).tolist()]
@@ -134,7 +134,7 @@ def test_a_row_that_is_not_due_keeps_everything(design, allocate, generator):
     """Its budget is what it holds, all of it protected; the other row keeps what it keeps without it."""
     fields = {"budget": torch.tensor([9, 23])}
     proposals, observations = layers(second_round, generator, **fields, due=torch.tensor([True, False]))
-    counts = ALLOCATIONS[allocate]()(proposals, observations, DESIGNS[design]())
+    counts = ALLOCATIONS[allocate]()(proposals, observations, default(DESIGNS[design]))
     assert row_of(counts, 1) == [n for o in observations for n in o.lengths[1].tolist()]
     assert sum(row_of(counts, 0)) == 9 * 9
 

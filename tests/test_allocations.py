@@ -127,9 +127,12 @@ def test_adaptive_samples_the_heads_of_a_layer_at_one_rate(design, make, generat
 
 
 @every_round
-def test_lava_gives_layers_what_their_entropy_says(make, generator):
+@pytest.mark.parametrize("budget", [(12, 9), (17, 15)])
+def test_lava_gives_layers_what_their_entropy_says(budget, make, generator):
     """Scattered layers more, none more than it holds; then heads by their scores as they are."""
-    proposals, observations = layers(make, generator)
+    proposals, observations = layers(make, generator, budget=torch.tensor(budget))
+    certain = proposals[1].certain | (observations[1].valid & (observations[1].positions % 3 > 0))
+    proposals[1] = replace(proposals[1], certain=certain)  # less of it is drawn than of the others
     counts = Lava()(proposals, observations, TopK())
     for row in range(2):
         flat = [[x for xs in free(p, o, row) for x in xs] for p, o in zip(proposals, observations, strict=True)]

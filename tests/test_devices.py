@@ -10,7 +10,7 @@ from torch.utils import _pytree
 from transformers import DynamicCache
 
 import kvest
-from build import first_round, second_round
+from build import default, first_round, second_round
 from hf_tools import POLICIES, feed, same_entries, tokens
 from kvest.allocate import OneThreshold
 from kvest.propose import H2O
@@ -105,5 +105,5 @@ def test_layers_on_two_devices_compete_and_get_their_counts_where_they_are(desig
         seen = [moved(o, place) for o, place in zip(observations, places, strict=True)]
         with pytest.raises(RuntimeError, match="device"):
             there[0].score + there[1].score
-        counts = OneThreshold()(there, seen, DESIGNS[design]())
+        counts = OneThreshold()(there, seen, default(DESIGNS[design]))
     assert [count.device for count in counts] == places

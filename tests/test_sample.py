@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import reference_sampling as reference
+from build import default
 from kvest.sample import DESIGNS, Poisson, Systematic, TopK, WithReplacement
 from kvest.types import Proposal
 from outcomes import chosen, drawn, expect, poisson, proposal, systematic, with_replacement
@@ -104,7 +105,7 @@ def test_top_k_takes_the_largest_and_of_equal_ones_the_most_recent():
     assert kept == [[6], [0, 6], [0, 4, 6], [0, 2, 4, 6], [0, 2, 4, 5, 6], [0, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]]
 
 
-@pytest.mark.parametrize("name", [n for n, d in DESIGNS.items() if d.fixed_size])
+@pytest.mark.parametrize("name", [n for n, d in DESIGNS.items() if default(d).fixed_size])
 def test_a_fixed_size_design_keeps_exactly_its_count(name, generator):
     """For peaked, flat and zero scores, any start, and every count that is possible."""
     scores = torch.rand(300, 1, 13, generator=generator) ** torch.tensor([1.0, 8.0, 60.0]).repeat(100)[:, None, None]
@@ -116,7 +117,7 @@ def test_a_fixed_size_design_keeps_exactly_its_count(name, generator):
     counts = low + (torch.rand(300, 1, generator=generator) * (high - low + 1)).long()
     starts = chosen(torch.rand(300, 1, 1, generator=generator, dtype=torch.float64))
     made, positions = Proposal(scores * valid, certain), torch.arange(13).expand(300, 1, 13)
-    draw = DESIGNS[name]()(made, valid, counts, positions, starts)
+    draw = default(DESIGNS[name])(made, valid, counts, positions, starts)
     assert torch.equal(draw.keep.sum(-1), counts)
     torch.testing.assert_close(draw.inclusion.sum(-1), counts.double(), rtol=0, atol=1e-9)
     assert (draw.keep | ~certain).all()

@@ -7,6 +7,7 @@ then unbiased (Horvitz-Thompson), their ratio nearly so (Hajek).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -106,19 +107,28 @@ def best_tau(
     draw: Draw, log_weights: Float[Tensor, "b h t"], observation: Observation, grid: tuple[float, ...]
 ) -> Float[Tensor, "b h"]:
     """The tau of `grid` with the least relative squared error of each head's output on the observed queries."""
+    weights = ((log_weights * tau).exp() * draw.keep for tau in grid)
+    return torch.tensor(grid, device=log_weights.device)[squared_errors(observation, list(weights)).argmin(dim=0)]
+
+
+def squared_errors(observation: Observation, weights: Sequence[Float[Tensor, "b h t"]]) -> Float[Tensor, "n b h"]:
+    """sum_{g, j} norm(o'_j - o_j)^2 / norm(o_j)^2 over the observed queries, for each of n choices of weights
+
+    o'_j is the output under these weights, 0 for what is not kept.
+    """
     values = observation.values.float()
-    errors = values.new_zeros((len(grid), *log_weights.shape[:2]))
+    errors = values.new_zeros((len(weights), *observation.lengths.shape))
     for block in blocks(observation, elements=1 << 18):
         p = block.probabilities
         visible = p.shape[-1]
         exact = p @ values[:, :, None, :visible]
         norms = exact.square().sum(-1).clamp_min(1e-20)
         exists = observation.query_valid[:, block.slots].float()[:, None, None]
-        for i, tau in enumerate(grid):
-            weight = ((log_weights * tau).exp() * draw.keep)[:, :, None, :visible, None]
+        for i, choice in enumerate(weights):
+            weight = choice[:, :, None, :visible, None]
             output = (p @ (weight * values[:, :, None, :visible])) / (p @ weight).clamp_min(1e-20)
             errors[i] += ((output - exact).square().sum(-1) / norms * exists).sum(dim=(2, 3))
-    return torch.tensor(grid, device=values.device)[errors.argmin(dim=0)]
+    return errors
 
 
 CORRECTIONS: dict[str, type[Correct]] = {

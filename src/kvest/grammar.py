@@ -1,6 +1,6 @@
 """Policies as people write them: `PROPOSE[+ALLOCATE]/DESIGN/CORRECTION[+STAND_IN]@BUDGET[, every=N, sinks=N, ...]`.
 
-A part is `name` or `name(argument, key=value)`; arguments are numbers, True, False, None, words, or proposals.
+A part is `name` or `name(argument, key=value)`; arguments are numbers, True, False, None, words, or other parts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from difflib import get_close_matches
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvest.allocate import ALLOCATIONS, UniformAllocation
+from kvest.allocate import ALLOCATIONS, Allocate, UniformAllocation
 from kvest.budget import read_budget
-from kvest.correct import CORRECTIONS
+from kvest.correct import CORRECTIONS, Correct
 from kvest.named import NAMED
 from kvest.propose import PROPOSALS, Propose
-from kvest.sample import DESIGNS
+from kvest.sample import DESIGNS, Design
 from kvest.stand_in import STAND_INS, NoStandIn
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ TABLES: dict[str, Mapping[str, type]] = {
     "correction": CORRECTIONS,
     "stand-in": STAND_INS,
 }
+_PARTS = {Propose: "proposal", Allocate: "allocation", Design: "design", Correct: "correction"}
 _SHAPE = "PROPOSE[+ALLOCATE]/DESIGN/CORRECTION[+STAND_IN]@BUDGET[, every=N], like snapkv/top_k/none@0.25"
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.IGNORECASE)
 
@@ -210,8 +211,8 @@ class _Reader:
         if target in given:
             raise self.fail(f"{target} is given twice", at)
         holds = get_type_hints(kind)[target]
-        if holds is Propose:
-            given[target] = self.part("proposal")
+        if holds in _PARTS:
+            given[target] = self.part(_PARTS[holds])
             return
         value = self.value()
         options = get_args(holds) if get_origin(holds) in (Union, UnionType) else (holds,)

@@ -99,12 +99,12 @@ class Policy:
     @property
     def queries(self) -> int | None:
         """The latest queries that any of its parts looks at; None: all."""
-        return None if self.propose.queries is None else max(self.propose.queries, self.queries_to_settle)
+        return None if self.propose.queries is None else max(self.propose.queries, self.looks_back)
 
     @property
-    def queries_to_settle(self) -> int:
-        """The latest queries that are looked at once an entry is scored."""
-        return max(self.correct.queries, self.stand_in.queries)
+    def looks_back(self) -> int:
+        """The latest queries that are looked at once the proposals are there."""
+        return max(self.design.queries, self.correct.queries, self.stand_in.queries)
 
     def evict(self, observations: Sequence[Observation], streams: Sequence[Stream]) -> list[Retained]:
         """Evict some layers together: propose, allocate, sample, correct, stand in, retain."""
@@ -136,9 +136,8 @@ class Policy:
         kept = []
         for observation, proposal, count, stream in zip(observations, proposals, counts, streams, strict=True):
             room = self.stand_in.room(proposal, observation, count)
-            proposal, candidates = may_stay(proposal, observation, count)
-            draw = self.design(proposal, candidates, count - room, observation.positions, stream)
-            log_weights = self.correct(draw, observation)
+            proposal, open_ = may_stay(proposal, observation, count)
+            draw, log_weights = self.design.corrected(proposal, observation, open_, count - room, stream, self.correct)
             stays = self.stand_in(draw, log_weights, observation, room)
             history = proposal if self.every else None
             kept.append(retain(stays.observation, draw, stays.log_weights, history, stays.made))

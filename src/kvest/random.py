@@ -1,4 +1,4 @@
-"""Named randomness: a uniform number is a pure function of (seed, layer, head, round, index).
+"""Named randomness: a uniform number is a pure function of (seed, layer, head, round, index, attempt).
 
 Nothing is drawn in sequence, so a number does not depend on the batch, on padding, or on how many processes the heads
 are split over. The function is SplitMix64's finaliser (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195) applied
@@ -38,12 +38,13 @@ def _mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 @dataclass(frozen=True)
 class Stream:
     """The random numbers of one layer: `rounds[row]` is how often that row was evicted before; `heads` names the
-    first head, for a process that holds a slice of them."""
+    first head, for a process that holds a slice of them; `attempt` tells several draws of one round apart."""
 
     seed: int
     layer: int
     rounds: Sequence[int]
     first_head: int = 0
+    attempt: int = 0
 
     def uniform(self, index: Int[Tensor, "b h n"]) -> Float[Tensor, "b h n"]:
         """Uniform numbers in [0, 1), float64, one for each (row, head, index)."""
@@ -51,7 +52,10 @@ class Stream:
         x = _mix(torch.full_like(index, _signed(self.seed * _GOLDEN + 1)))
         heads = torch.arange(index.shape[1], device=device)[None, :, None] + self.first_head
         rounds = torch.tensor(list(self.rounds), dtype=torch.int64, device=device)[:, None, None]
-        for part in (torch.full_like(index, self.layer), heads, rounds, index):
+        parts = [torch.full_like(index, self.layer), heads, rounds, index]
+        if self.attempt:  # 0 is no part of the name
+            parts.append(torch.full_like(index, self.attempt))
+        for part in parts:
             x = _mix(x + (part + 1) * _signed(_GOLDEN))
         return _shift(x, 11).double() * 2.0**-53
 

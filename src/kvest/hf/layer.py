@@ -254,7 +254,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         policy = self.session.policy
         observation = observe(self, scale)
         proposal = policy.proposal(observation)
-        looked_at = observation.recent(policy.queries_to_settle)
+        looked_at = observation.recent(policy.looks_back)
         self.observed = (replace(looked_at, queries=own(looked_at.queries)), proposal)
         self._keep_queries(self.session.planned().left_columns)
         self.normalizers = None

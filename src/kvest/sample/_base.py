@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvest.correct import Correct
 from kvest.random import Stream
-from kvest.types import Draw, Proposal
+from kvest.types import Draw, Observation, Proposal
 
 TINY = 1e-30
 """Relative floor of a score: entries of score 0 are kept only once every other one is certain, and then equally."""
@@ -24,10 +25,17 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class Design(ABC):
-    """`design(proposal, counts, positions, stream) -> Draw`; `random` is False where probabilities are 0 and 1."""
+    """`design(proposal, counts, positions, stream) -> Draw`; `random` is False where probabilities are 0 and 1.
+
+    `queries`: the latest queries that `corrected` looks at.
+    """
 
     random: ClassVar[bool] = True
     fixed_size: ClassVar[bool] = True
+
+    @property
+    def queries(self) -> int:
+        return 0
 
     @abstractmethod
     def inclusion(
@@ -61,6 +69,29 @@ class Design(ABC):
             expected=drawn.expected.masked_fill(certain, 1.0),
         )
 
+    def corrected(
+        self,
+        proposal: Proposal,
+        observation: Observation,
+        valid: Bool[Tensor, "b h t"],
+        counts: Int[Tensor, "b h"],
+        stream: Stream,
+        correct: Correct,
+    ) -> tuple[Draw, Float[Tensor, "b h t"]]:
+        """A draw and its log weights, together: a design may choose between several by what they would do."""
+        draw = self(proposal, valid, counts, observation.positions, stream)
+        return draw, correct(draw, observation)
+
+
+@dataclass(frozen=True)
+class Proportional(Design):
+    """A design whose inclusion probabilities are pi_i = min(1, c x_i)."""
+
+    def inclusion(
+        self, score: Float[Tensor, "b h t"], rate: Float[Tensor, "b #h 1"], positions: Int[Tensor, "b h t"]
+    ) -> Float[Tensor, "b h t"]:
+        return (score * rate).clamp_max(1.0)
+
 
 def candidates(
     proposal: Proposal, valid: Bool[Tensor, "b h t"]
@@ -88,3 +119,11 @@ def proportional(score: Float[Tensor, "... t"], counts: Int[Tensor, "..."]) -> F
     rate = (counts[..., None] - number).clamp_min(0) / rest
     pi = torch.where(full, torch.ones_like(ordered), (rate * ordered).clamp_max(1.0))
     return torch.empty_like(pi).scatter_(-1, order, pi)
+
+
+def cumulated(part: Float[Tensor, "b h t"]) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h 1"]]:
+    """(C_i, the sum of all), for probabilities that sum to a whole number up to rounding: to exactly that one."""
+    total = part.sum(dim=-1, keepdim=True)
+    whole = total.round()
+    sums = part.cumsum(-1) * (whole / total.clamp_min(1e-300))
+    return torch.where(sums >= sums[..., -1:], whole, sums), whole

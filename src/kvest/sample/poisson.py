@@ -8,12 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvest.random import Stream
-from kvest.sample._base import Design, proportional
+from kvest.sample._base import Proportional, proportional
 from kvest.types import Draw
 
 
 @dataclass(frozen=True)
-class Poisson(Design):
+class Poisson(Proportional):
     """pi_i = min(1, c x_i); entry i is kept when u_i < pi_i, independently. The number kept is random, its mean is m.
 
     Joint probabilities are products, so the variance of its estimates is known exactly. Source: Sarndal, Swensson and
@@ -21,11 +21,6 @@ class Poisson(Design):
     """
 
     fixed_size = False
-
-    def inclusion(
-        self, score: Float[Tensor, "b h t"], rate: Float[Tensor, "b #h 1"], positions: Int[Tensor, "b h t"]
-    ) -> Float[Tensor, "b h t"]:
-        return (score * rate).clamp_max(1.0)
 
     def draw(
         self, score: Float[Tensor, "b h t"], counts: Int[Tensor, "b h"], positions: Int[Tensor, "b h t"], stream: Stream

@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvest.random import Stream
-from kvest.sample._base import Design, proportional
+from kvest.sample._base import Proportional, cumulated, proportional
 from kvest.types import Draw
 
 
 @dataclass(frozen=True)
-class Systematic(Design):
+class Systematic(Proportional):
     """pi_i = min(1, c x_i); with one uniform u per head, entry i is kept when some u + n (n = 0, 1, ...) falls into
     [C_{i-1}, C_i), C the cumulated pi in the order of positions
 
@@ -23,22 +23,14 @@ class Systematic(Design):
     doi:10.1214/aoms/1177730031.
     """
 
-    def inclusion(
-        self, score: Float[Tensor, "b h t"], rate: Float[Tensor, "b #h 1"], positions: Int[Tensor, "b h t"]
-    ) -> Float[Tensor, "b h t"]:
-        return (score * rate).clamp_max(1.0)
-
     def draw(
         self, score: Float[Tensor, "b h t"], counts: Int[Tensor, "b h"], positions: Int[Tensor, "b h t"], stream: Stream
     ) -> Draw:
         inclusion = proportional(score, counts)
         full = inclusion >= 1.0
         part = inclusion.masked_fill(full, 0.0)
-        total = part.sum(dim=-1, keepdim=True)
-        whole = total.round()  # an integer up to rounding errors: exactly one
-        cumulated = part.cumsum(-1) * (whole / total.clamp_min(1e-300))
-        start = stream.one(positions)
-        points = (cumulated - start).ceil().clamp_min(0.0).clamp_max(whole)  # points below C_i
-        points = torch.where(cumulated >= cumulated[..., -1:], whole, points)  # none is lost to rounding at the end
+        sums, whole = cumulated(part)
+        points = (sums - stream.one(positions)).ceil().clamp_min(0.0).clamp_max(whole)  # points below C_i
+        points = torch.where(sums >= whole, whole, points)  # none is lost to rounding at the end
         keep = full | (points.diff(dim=-1, prepend=points[..., :1] * 0) > 0)
         return Draw(keep, inclusion, keep.long(), inclusion)
