@@ -46,9 +46,7 @@ def test_weights_of_two_rounds_are_unbiased(outcomes, counts, correct, generator
 
     The second round's probabilities depend on what the first one kept. Log weights are stored in float32: 1e-6.
     """
-    whole = first_round(generator, lengths=(6,), sinks=0, window=1)
-    one = {n: getattr(whole, n)[:, :1] for n in ("queries", "keys", "values", "log_weights", "positions", "lengths")}
-    whole = replace(whole, **{n: x.contiguous() for n, x in one.items()})
+    whole = replace(first_round(generator, lengths=(6,), sinks=0, window=1).head(0, 0), prepared=None)
     after_one, after_two = torch.zeros(2, 7, dtype=torch.float64)
     for p, first in evictions(whole, outcomes, counts[0], correct):
         after_one[first.positions.long()] += p * first.log_weights.double().exp()
