@@ -212,7 +212,8 @@ def test_a_row_of_a_left_padded_batch_is_the_row_alone(tiny_model, generator, ma
         same_entries(batch.report(), i, alone.report(), 0)
 
 
-UNREPEATED = (f"{NAMED['kvzip']}@1.0", "kvzip/top_k/none@400", *POLICIES, "h2o/top_k/none@24, every=4")
+BESIDE = "with_certain(kvzip, by=h2o, share=0.2)/top_k/none@1.0"  # h2o wants queries until nothing is due
+UNREPEATED = (f"{NAMED['kvzip']}@1.0", "kvzip/top_k/none@400", BESIDE, *POLICIES, "h2o/top_k/none@24, every=4")
 
 
 @pytest.mark.parametrize("policy", UNREPEATED)
@@ -232,6 +233,22 @@ def test_without_need_for_more_passes_it_is_the_plain_prefill(tiny_model, genera
         for row in range(2):
             same_entries(prepared.report(), row, plain.report(), row, tolerance=0.0)
     assert not any(layer.queries for layer in prepared.layers) or "every" in policy
+
+
+def test_padding_may_stand_behind_a_row_too(tiny_model):
+    """Its entries move to where they belong, and the scores with them."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    rows = [document(tokenizer), document(tokenizer, TEXT[31:])]
+    missing = rows[0].shape[1] - rows[1].shape[1]
+    ids = torch.cat([rows[0], torch.nn.functional.pad(rows[1], (0, missing))])
+    mask = torch.ones_like(ids)
+    mask[1, -missing:] = 0
+    batch = kvest.EvictionCache(model, KVZIP)
+    batch.prepare(ids, mask, tokenizer=tokenizer, progress=False)
+    for i, row in enumerate(rows):
+        alone = kvest.EvictionCache(model, KVZIP)
+        alone.prepare(row, tokenizer=tokenizer, progress=False)
+        same_entries(batch.report(), i, alone.report(), 0)
 
 
 def test_kept_entries_are_those_of_the_plain_pass(tiny_model):
