@@ -106,6 +106,8 @@ _KEYED = (
     "raw",
     "at",
     "keys",
+    "importance",
+    "power",
 )  # clearer with their key
 
 
