@@ -122,7 +122,7 @@ def test_two_processes_allocate_as_one_does(generator):
 
 
 def sliced(o: Observation, heads: slice, split: Split | None = None) -> Observation:
-    wide = ("queries", "keys", "values", "log_weights", "positions", "lengths", "history")
+    wide = ("queries", "keys", "values", "log_weights", "positions", "lengths", "history", "prepared")
     parts = {name: x[:, heads] for name in wide if (x := getattr(o, name)) is not None}
     return replace(o, **parts, output=o.output[heads], importance=o.importance[heads], split=split or o.split)
 
