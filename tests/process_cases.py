@@ -28,6 +28,9 @@ STANDING = (
 """Later rounds, in which heads hold different positions and different numbers of them."""
 
 ONCE = (*POLICIES, "last_query(values=False, layer=True)/top_k/none@0.3")
+WEIGHED = "h2o(values=True)+one_threshold(importance=damage)/systematic/tempered(0.85)@0.25, every=16"
+"""Needs a table, of which each process takes the part of its own heads."""
+
 BYTES = 24 * 1024
 IN_BYTES = f"h2o(values=True)+one_threshold/systematic/inclusion@{BYTES}B"
 GENERATED = 12
@@ -115,6 +118,7 @@ def main(folder: Path) -> None:
     seen: dict[str, Any] = {}
     model = load("llama")
     seen["llama"] = {policy: padded_batch(model, policy) for policy in (*ONCE, *STANDING)}
+    seen["llama"][WEIGHED] = padded_batch(model, WEIGHED)
     seen["olmo2"] = {STANDING[0]: padded_batch(load("olmo2"), STANDING[0])}
     plain = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
     seen["by torch"] = {ONCE[1]: padded_batch(by_torch(plain), ONCE[1])}

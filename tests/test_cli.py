@@ -320,3 +320,45 @@ def test_explain_points_at_what_it_cannot_read(kvest):
     out = kvest("explain", "snapk/top_k/none")
     assert out.returncode == 2
     assert "Did you mean 'snapkv'?" in out.stderr
+
+
+def test_calibrate_writes_a_table_that_policies_then_find(
+    kvest: Kvest, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A policy that needs it is refused before, with the command that makes it, and works afterwards."""
+    monkeypatch.setenv("KVEST_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("some words and others. " * 20)
+    ask = ["--model", str(tiny_folder), "--prompt-file", str(text), "--question", "Why?", "--max-new-tokens", "2"]
+    policy = "h2o+one_threshold(importance=calibrated)/systematic/inclusion@0.5"
+    before = kvest("generate", *ask, "--policy", policy)
+    assert before.returncode == 2
+    assert f"kvest calibrate {tiny_folder} --method gradient" in " ".join(before.stderr.split())
+    record = tmp_path / "record.json"
+    options = ["--texts", str(text), "--method", "gradient", "--tokens", "50", "--json", str(record)]
+    out = kvest("calibrate", str(tiny_folder), *options)
+    assert out.returncode == 0, out.stderr
+    assert "3 layers of 2 KV heads" in out.stderr
+    [table] = (tmp_path / "cache" / "calibration").iterdir()
+    said = json.loads(record.read_text())
+    assert (said["method"], said["file"], said["texts"][0][0::2]) == ("gradient", str(table), [str(text), 50])
+    assert [len(layer) for layer in said["importance"]] == [2, 2, 2]
+    assert said["conditions"]["dtype"] == "float32"
+    assert kvest("generate", *ask, "--policy", policy).returncode == 0
+
+
+def test_calibrate_says_what_is_wrong(kvest: Kvest, tiny_folder: Path, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    cases = [
+        (["--texts", "/no/such/file"], "give --texts a text file"),
+        (["--texts", str(text)], f"'{text}' has 10 tokens, and 544 are read"),
+        (["--texts", str(text), "-o", str(text)], "is named twice"),
+        (["--texts", str(text), "-o", str(tmp_path)], "it is a folder"),
+        (["--method", "curvature"], "'curvature' is not one of"),
+    ]
+    for arguments, says in cases:
+        out = kvest("calibrate", str(tiny_folder), *arguments)
+        assert out.returncode == 2, arguments
+        assert says in " ".join(out.stderr.split()), out.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]

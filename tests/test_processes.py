@@ -13,6 +13,8 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 import process_cases as cases
 from hf_tools import hybrid, same_entries, sharpen
+from kvest.hf import calibration
+from kvest.hf.fingerprint import identity, weight_samples
 from kvest.hf.parallel import Share
 
 TIMEOUT_S = 180
@@ -51,7 +53,20 @@ def models(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def ranks(models, tmp_path_factory):
+def tables(models, tmp_path_factory):
+    """A user's cache directory, with a table of importance for the llama."""
+    folder = tmp_path_factory.mktemp("cache") / "calibration"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(3)
+    about = calibration.About("damage", "llama", identity(models["llama"])["config"], [], 0, None, 0, [], {})
+    importance = (2 * torch.randn(3, 4, generator=generator)).exp()
+    table = calibration.Calibration(about, importance, None, weight_samples(models["llama"]))
+    calibration.save(table, folder / "llama.safetensors")
+    return folder.parent
+
+
+@pytest.fixture(scope="module")
+def ranks(models, tables, tmp_path_factory):
     """What both processes saw, in one start of torchrun for all tests."""
     folder = tmp_path_factory.mktemp("processes")
     for name, model in models.items():
@@ -61,7 +76,13 @@ def ranks(models, tmp_path_factory):
     path = os.pathsep.join([str(here.parent / "src"), str(here), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [*launch, str(here / "process_cases.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+            "CUDA_VISIBLE_DEVICES": "",
+            "KVEST_CACHE": str(tables),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,6 +114,17 @@ def test_two_processes_keep_and_compute_what_one_does(name, policy, models, rank
     assert max(alone["reports"][-1].evictions) > (policy in cases.STANDING)
     for seen in ranks:
         agree(seen[name][policy], alone)
+
+
+@torch.no_grad()
+def test_two_processes_weigh_heads_as_one_does(models, tables, ranks, monkeypatch):
+    """The table is one of all heads; weights that are split cannot be compared, the config decides."""
+    monkeypatch.setenv("KVEST_CACHE", str(tables))
+    alone = cases.padded_batch(models["llama"], cases.WEIGHED)
+    plain = cases.padded_batch(models["llama"], cases.STANDING[0])
+    assert not torch.equal(alone["reports"][0].kept, plain["reports"][0].kept)
+    for seen in ranks:
+        agree(seen["llama"][cases.WEIGHED], alone)
 
 
 def test_each_process_holds_its_own_heads(ranks):

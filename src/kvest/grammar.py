@@ -107,6 +107,8 @@ _KEYED = (
     "raw",
     "at",
     "keys",
+    "importance",
+    "power",
 )  # clearer with their key
 
 

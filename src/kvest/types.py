@@ -51,9 +51,10 @@ class Observation:
     worked them out (those of missing queries may be anything). `slopes`: the value of a head's made entry is
     `v + slope @ q` (None: plain `v` everywhere). `layer` is the place among the `layers` that are evicted. Of the
     model, for proposals that need it: `rotation` undoes the rotary embedding of this layer, `output` is the part of its
-    output projection that each query head goes through (`output[h, g] @ v`, `m` the model's width). `reduction` says
-    how attention of several queries and query heads becomes one number an entry. `split` reaches the layer's other
-    heads, where processes share them.
+    output projection that each query head goes through (`output[h, g] @ v`, `m` the model's width). `importance` is
+    what each head's budget was measured to be worth, where an allocation asks for it. `reduction` says how attention of
+    several queries and query heads becomes one number an entry. `split` reaches the layer's other heads, where
+    processes share them.
     """
 
     queries: Float[Tensor, "b h g q d"]
@@ -78,6 +79,7 @@ class Observation:
     rotation: Rotation | None = None
     output: Float[Tensor, "h g m e"] | None = None
     reduction: Literal["mean", "max"] = "mean"
+    importance: Float[Tensor, "h"] | None = None
     split: Split = Split()
 
     @property
@@ -124,7 +126,7 @@ class Observation:
         )
         parts = {name: x[one, only] for name in wide if (x := getattr(self, name)) is not None}
         parts |= {name: getattr(self, name)[one] for name in ("query_lengths", "seen", "budget", "due")}
-        parts |= {} if self.output is None else {"output": self.output[only]}
+        parts |= {name: x[only] for name in ("output", "importance") if (x := getattr(self, name)) is not None}
         return replace(self, **parts)
 
     def recent(self, count: int | None) -> Observation:

@@ -19,9 +19,14 @@ class Allocate(ABC):
     """`allocate(proposals, observations, design) -> counts` for each layer.
 
     `whole_model` says that heads of different layers compete: the layers are evicted together, after the last one.
+    `needs_calibration` names the method of measurement ("gradient", "damage") whose `Observation.importance` it reads.
     """
 
     whole_model: ClassVar[bool] = False
+
+    @property
+    def needs_calibration(self) -> str | None:
+        return None
 
     @abstractmethod
     def __call__(

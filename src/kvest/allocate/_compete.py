@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from kvest.sample import Design
 from kvest.sample._base import candidates
 from kvest.types import Observation, Proposal, Split
+
+LEAST_RATE = 1e-12
+"""Of a head, relative to the largest: what is less differs in nothing but the order of entries nobody looks at."""
 
 
 def together(layers: Sequence[Shaped[Tensor, "b _"]], split: Split) -> Shaped[Tensor, "b lh"]:
@@ -44,23 +48,27 @@ def expected_counts(
     design: Design,
     split: Split,
     least: Int[Tensor, "b lh"] | None = None,
+    rates: Sequence[Float[Tensor, "_ 1"]] | None = None,
 ) -> Float[Tensor, "b lh"]:
     """Expected kept entries per head at the common rate where they sum to `total` (ties are shared evenly)
 
-    No head gets fewer than `least`. Scores stay where they are, on their device and in their process: only sums over
-    each head's entries travel.
+    No head gets fewer than `least`; each is sampled at its own multiple of the rate, one of `rates` (at most 1, at
+    least `LEAST_RATE`; None: 1). Scores stay where they are, on their device and in their process: only sums over each
+    head's entries travel.
     """
 
     def at(rate: Float[Tensor, "b"]) -> Float[Tensor, "b lh"]:
-        rates = [rate.to(x.device)[:, None, None] for x in scores]
-        kept = [design.inclusion(x, r, where) for x, r, where in zip(scores, rates, positions, strict=True)]
+        common = [rate.to(x.device)[:, None, None] for x in scores]
+        each = common if rates is None else [c * r for c, r in zip(common, rates, strict=True)]
+        kept = [design.inclusion(x, r, where) for x, r, where in zip(scores, each, positions, strict=True)]
         counts = together([pi.sum(dim=-1) for pi in kept], split)
         return counts if least is None else torch.maximum(counts, least)
 
     # Bisection on log(rate). Scores sum to 1 per head and are floored at 1e-30 of the largest, so that the rate lies
-    # between 1e-3 (everything below one entry) and 1e45; 80 halvings reach the spacing of float64.
+    # between 1e-3 (everything below one entry) and 1e45, divided by the least of `rates`; 80 halvings reach the spacing
+    # of float64.
     low = torch.full_like(total, -7.0, dtype=torch.float64)
-    high = torch.full_like(low, 104.0)
+    high = torch.full_like(low, 104.0 if rates is None else 104.0 - math.log(LEAST_RATE))
     for _ in range(80):
         middle = (low + high) / 2
         enough = at(middle.exp()).sum(dim=1) >= total

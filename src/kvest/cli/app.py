@@ -1,4 +1,4 @@
-"""`kvest generate`, `kvest compare`, `kvest compress`, `kvest ask`, `kvest ls`, `kvest explain`."""
+"""`kvest generate`, `kvest compare`, `kvest compress`, `kvest ask`, `kvest calibrate`, `kvest ls`, `kvest explain`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class Method(StrEnum):
+    """How the importance of heads is measured."""
+
+    gradient = "gradient"
+    damage = "damage"
 
 
 class Kind(StrEnum):
@@ -119,6 +126,33 @@ def ask(
     from kvest.cli.compress import ask as command
 
     command(file, questions, model, max_new_tokens, device, json)
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A folder, a hub name, or an embedded model: smollm2, gemma3-270m.")],
+    texts: Annotated[
+        list[Path] | None, typer.Option(help="Measured on the beginning of this text file. May be repeated.")
+    ] = None,
+    method: Annotated[
+        Method, typer.Option(help="damage: a pass for each head and budget; gradient: a pass for each text.")
+    ] = (Method.damage),
+    tokens: Annotated[int, typer.Option(min=2, help="How much of each text is read.")] = 512,
+    seed: Seed = 0,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The table to write. Default: where kvest looks for it.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Measure what the budget of each head is worth: for policies with one_threshold(importance=...).
+
+    Without --texts: six State of the Union speeches. The tables of the embedded models come with kvest.
+    """
+    from kvest.cli.calibrate import calibrate as command
+
+    command(model, texts or [], method.value, tokens, seed, dtype.value, device, output, json)
 
 
 @app.command(name="ls")

@@ -9,7 +9,17 @@ import torch
 from rich.text import Text
 from transformers import TextStreamer
 
-from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read, read_document, write_json
+from kvest.cli.shared import (
+    STDERR,
+    check_distinct,
+    check_writable,
+    conditions,
+    context_of,
+    load_model,
+    read,
+    read_document,
+    write_json,
+)
 from kvest.eval.compare import answer
 from kvest.eval.document import Prompt, PromptTooLong, prompt, question_alone
 from kvest.hf import CacheFileError, EvictionCache, cache_header
@@ -25,7 +35,7 @@ def compress(
     text = read_document(document, option="")
     check_writable(output)
     check_writable(json)
-    _check_distinct(document, output, json)
+    check_distinct(document, output, json)
     model, tokenizer = load_model(name, dtype, device)
     ids = prompt(tokenizer, text or "", "?", context=context_of(model)).document
     cache = EvictionCache(model, chosen, seed=seed)
@@ -66,13 +76,6 @@ def ask(file: Path, questions: list[str], name: str, max_new_tokens: int, device
     if json is not None:
         record = {"file": str(file), "policy": header.policy, "seed": header.seed, "answers": answers}
         write_json(json, {**record, "conditions": conditions(model, name)})
-
-
-def _check_distinct(document: Path, output: Path, json: Path | None) -> None:
-    """Raise where one file would be written over another of this command."""
-    for first, second in ((document, output), (document, json), (output, json)):
-        if second is not None and str(first) != "-" and first.resolve() == second.resolve():
-            raise ValueError(f"{str(first)!r} is named twice: writing it would lose the other")
 
 
 def _check_length(prompts: list[Prompt], reserve: int, context: int | None) -> None:

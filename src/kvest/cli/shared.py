@@ -92,6 +92,14 @@ def check_writable(path: Path | None) -> None:
         raise ValueError(f"cannot write {str(path)!r}: no folder {str(path.parent)!r} that can be written to")
 
 
+def check_distinct(*paths: Path | None) -> None:
+    """Raise where one file would be written over another of this command."""
+    given = [path for path in paths if path is not None and str(path) != "-"]
+    for i, path in enumerate(given):
+        if any(path.resolve() == other.resolve() for other in given[:i]):
+            raise ValueError(f"{str(path)!r} is named twice: writing it would lose the other")
+
+
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a whole file or none."""
     from kvest.hf.storage import whole_file

@@ -71,7 +71,7 @@ def compare(
     on_read()
     full = prefill.full()
     continuation = greedy(model, copy.deepcopy(full), prefill.logits, CONTINUATION)
-    reference = _forced(model, copy.deepcopy(full), continuation)
+    reference = forced(model, copy.deepcopy(full), continuation)
     caches: list[tuple[str, Callable[[], EvictionCache]]] = [(FULL, prefill.full)]
     caches += [(str(policy), lambda policy=policy: prefill.evict(policy, seed)) for policy in policies]  # type: ignore[misc]
     for name, make in caches:
@@ -80,7 +80,7 @@ def compare(
         evict_s = time.perf_counter() - start
         report = cache.report()
         kept = report.kept[report.evicted_layers].double()
-        kl = _kl(reference, _forced(model, copy.deepcopy(cache), continuation))
+        kl = divergence(reference, forced(model, copy.deepcopy(cache), continuation))
         yield Row(
             policy=name,
             kept_mean=kept.mean().item(),
@@ -132,12 +132,12 @@ def greedy(
 
 
 @torch.no_grad()
-def _forced(model: PreTrainedModel, cache: EvictionCache, tokens: Int[Tensor, "1 n"]) -> Float[Tensor, "n v"]:
+def forced(model: PreTrainedModel, cache: EvictionCache, tokens: Int[Tensor, "1 n"]) -> Float[Tensor, "n v"]:
     """Log probabilities of the next token after each of `tokens`."""
     return run(model, tokens, cache).logits[0].double().log_softmax(dim=-1)
 
 
-def _kl(full: Float[Tensor, "n v"], evicted: Float[Tensor, "n v"]) -> Float[Tensor, "n"]:
+def divergence(full: Float[Tensor, "n v"], evicted: Float[Tensor, "n v"]) -> Float[Tensor, "n"]:
     return (full.exp() * (full - evicted)).sum(dim=-1)
 
 

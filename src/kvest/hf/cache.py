@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvest.hf import attention, compat, parallel, storage
+from kvest.hf import attention, calibration, compat, parallel, storage
 from kvest.hf import prepare as preparing
 from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
@@ -29,7 +29,7 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
     already (sliding window, linear attention) keep their stock cache.
 
     Raises UnsupportedModel (a ValueError) for a model that cannot be evicted rightly, with the reason and the way out,
-    and PolicyError for a policy that cannot be read.
+    PolicyError for a policy that cannot be read, and CalibrationError where the policy needs a table that nobody made.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy | str, seed: int = 0) -> None:
@@ -46,7 +46,9 @@ class EvictionCache(Cache):  # type: ignore[misc]  # transformers is untyped
         windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
         config = compat.text_config(model)
         share = parallel.share(model)
-        self.session = Session(model, policy, int(seed), config, evictable, rotations, windows, share)
+        method = policy.allocate.needs_calibration
+        importance = None if method is None else calibration.importance(model, method)
+        self.session = Session(model, policy, int(seed), config, evictable, rotations, importance, windows, share)
         for index in evictable:
             layers[index] = EvictionLayer(index, self.session)
         super().__init__(layers=layers)

@@ -271,17 +271,23 @@ def _close(ours: tuple[Tensor, Tensor], theirs: Any) -> bool:
     return all(shapes) and all(torch.allclose(a, b[0], atol=1e-5) for a, b in zip(ours, theirs, strict=True))
 
 
+def output_module(module: nn.Module) -> nn.Module | None:
+    """The linear module that an attention module's heads go through last, where it has one that kvest knows."""
+    found = (getattr(module, name, None) for name in ("o_proj", "out_proj", "dense", "c_proj", "wo"))
+    return next((each for each in found if isinstance(getattr(each, "weight", None), Tensor)), None)
+
+
 def output_projection(module: nn.Module, queries: int, width: int) -> Float[Tensor, "hg m e"]:
     """The columns of an attention module's output projection that each of `queries` heads of `width` goes through.
 
     Raises ValueError where it has none that kvest knows.
     """
-    for name in ("o_proj", "out_proj", "dense", "c_proj", "wo"):
-        weight = getattr(getattr(module, name, None), "weight", None)
-        if weight is None:
-            continue
+    linear = output_module(module)
+    if linear is not None:
+        weight = linear.weight
+        assert isinstance(weight, Tensor)
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
-        weight = weight.T if type(getattr(module, name)).__name__ == "Conv1D" else weight
+        weight = weight.T if type(linear).__name__ == "Conv1D" else weight
         if weight.ndim == 2 and weight.shape[1] == queries * width:
             return weight.detach().reshape(len(weight), queries, width).transpose(0, 1)
     raise ValueError(

@@ -36,6 +36,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
     if queries is None:
         queries, query_lengths = keys.new_empty(b, h, 0, d), torch.zeros_like(seen)
     heads, q = queries.shape[1:3]
+    place = session.evictable.index(layer.index)
     return Observation(
         queries=queries.reshape(b, h, heads // h, q, d),
         keys=keys,
@@ -54,10 +55,11 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
         slopes=None if layer.store is None else layer.store.slopes,
         normalizers=None if normalizers is None else normalizers.reshape(b, h, heads // h, q),
         prepared=_prepared(layer.prepared, exists),
-        layer=session.evictable.index(layer.index),
+        layer=place,
         layers=len(session.evictable),
         rotation=session.rotations[layer.index],
         output=_output(layer, heads, h, values.shape[3]) if session.policy.propose.needs_output else None,
+        importance=None if session.importance is None else session.importance[place].to(device),
         split=session.share.split,
     )
 

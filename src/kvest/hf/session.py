@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kvest.budget import Footprint
@@ -86,11 +86,13 @@ class Session:
         config: Any,
         evictable: list[int],
         rotations: list[Rotation | None],
+        importance: list[Float[Tensor, "h"]] | None,
         window_tokens: int,
         share: Share,
     ) -> None:
         self.model, self.policy, self.seed, self.config = weakref.ref(model), policy, seed, config
         self.evictable, self.rotations, self.share = evictable, rotations, share
+        self.importance = importance  # of each evictable layer, where the allocation needs it
         self.window_tokens = window_tokens  # summed over bounded layers: what they hold at most
         self.marks: list[Any] = []  # of branches that are open: what they keep alive is held by this cache
         self.reset()
@@ -130,7 +132,7 @@ class Session:
         memo[id(self)] = new
         new.marks = []
         for name, value in vars(self).items():
-            if name not in ("marks", "model", "policy", "config", "evictable", "rotations"):
+            if name not in ("marks", "model", "policy", "config", "evictable", "rotations", "importance"):
                 setattr(new, name, copy.deepcopy(value, memo))
         return new
 
