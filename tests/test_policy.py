@@ -13,9 +13,9 @@ from kvest.budget import Bytes, Entries, Fraction
 from kvest.correct import Inclusion, Tempered
 from kvest.grammar import PolicyError
 from kvest.policy import Policy
-from kvest.propose import H2O, KeyDiff, Mixed, SnapKV, WithCertain
+from kvest.propose import H2O, KeyDiff, Mixed, Sharp, SnapKV, WithCertain
 from kvest.random import Stream
-from kvest.sample import Systematic
+from kvest.sample import BestOf, Clusters, Poisson, Systematic, TopK
 
 
 def test_a_policy_is_read_part_by_part():
@@ -26,6 +26,14 @@ def test_a_policy_is_read_part_by_part():
     assert policy.design == Systematic()
     assert policy.correct == Tempered(0.5, "counts")
     assert (policy.budget, policy.every, policy.sinks, policy.window) == (Fraction(0.25), 64, 2, 16)
+
+
+def test_designs_are_arguments_too():
+    policy = Policy.parse("sharp(snapkv)/best_of(clusters(design=poisson, size=3), n=4)/inclusion@0.25")
+    assert policy.propose == Sharp(SnapKV(), 1.3)
+    assert policy.design == BestOf(Clusters(Poisson(), 3), 4)
+    assert str(policy) == "sharp(snapkv)/best_of(clusters(poisson, 3), 4)/inclusion@0.25"
+    assert Policy.parse("critical(h2o, first=0.2)/clusters(top_k)/none@64").design == Clusters(TopK())
 
 
 def test_spaces_mean_nothing_and_keys_may_stand_in_any_order():
@@ -64,6 +72,17 @@ WRONG = {  # text with a | where the caret belongs -> what is said
     "harmonic(|0.5)/top_k/none@0.25": "rows of harmonic must be a whole number or None, not 0.5",
     "capkv(|form=papers)/top_k/none@0.25": "form of capkv must be authors or paper, not 'papers'",
     "uniform/poisson/tempered(|automatic)@0.25": "tau of tempered must be a number or auto, not 'automatic'",
+    "snapkv/|clusters/inclusion@0.25": "argument: 'design'",
+    "snapkv/clusters(|sytematic)/inclusion@0.25": "no design 'sytematic'. Did you mean 'systematic'? Known: top_k",
+    "snapkv/clusters(|snapkv)/inclusion@0.25": "no design 'snapkv'",
+    "snapkv/clusters(|8)/inclusion@0.25": "expected a design here",
+    "snapkv/clusters(systematic, |0.5)/inclusion@0.25": "size of clusters must be a whole number, not 0.5",
+    "snapkv/clusters(design=systematic, |design=poisson)/inclusion@0.25": "design is given twice",
+    "snapkv/|clusters(best_of(systematic))/inclusion@0.25": "write best_of(clusters(...)), not the reverse",
+    "snapkv/best_of(clusters(systematic, |sise=3))/inclusion@0.25": "clusters has no argument 'sise'. Did you mean",
+    "snapkv/best_of(clusters(systematic|/inclusion@0.25": "expected ',' or ')' in the arguments of clusters",
+    "snapkv/|best_of(top_k)/none@0.25": "best_of needs a random design",
+    "|defensive(keydiff)/top_k/none@0.25": "wrap an attention-based proposal, as in defensive(snapkv)",
     "h2o(values=|yes(3))/top_k/none@0.25": "not a call of 'yes'",
     "snapkv|": "expected a design, after '/'",
     "snapkv/top_k|": "expected a correction, after '/'",
@@ -102,6 +121,8 @@ def test_what_cannot_be_read_is_named_and_pointed_at(marked):
     [
         ("snapkv/top_k/inclusion@0.25", "top_k keeps an entry with probability 0 or 1.*/none.*systematic"),
         ("snapkv/top_k/tempered(auto)@0.25", "the log weight of tempered\\(auto\\) would be 0"),
+        ("snapkv/clusters(top_k)/inclusion@0.25", "clusters\\(top_k\\) keeps an entry with probability 0 or 1.*/none"),
+        ("sharp(streaming)/poisson/none@0.25", "sharp\\(streaming\\) gives most entries probability 0"),
         ("streaming/systematic/none@0.25", "streaming gives most entries probability 0.*mixed\\(streaming, 0.2\\)"),
         ("with_certain(streaming, keydiff)/poisson/none@0.25", "with_certain.*gives most entries probability 0"),
         ("snapkv/top_k/none@19", "19 entries per head cannot hold 4 sinks and a window of 16: raise it to at least 20"),
