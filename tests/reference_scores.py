@@ -254,3 +254,21 @@ def capkv_greedy(a: Head, form: str = "authors", tau: float = 5.0, ahead: int = 
         chosen.append(best)
     score |= {i: growth(i) for i in free}
     return score | dict.fromkeys(apart, max(score.values(), default=1.0))
+
+
+def moment_residual(a: Head, window: int = 64) -> Scores:
+    asked = a.asked[-window:]
+    attention = a.attended({j: 1 / len(asked) for j in asked})
+    n = {i: math.exp(a.l[i]) for i in a.entries}
+    total = sum(n.values())
+    k = [sum(n[i] * a.k[i][c] for i in a.entries) / total for c in range(len(a.k[0]))]
+    v = [sum(n[i] * a.v[i][c] for i in a.entries) / total for c in range(len(a.v[0]))]
+    slope = [
+        [sum(n[i] * (a.v[i][r] - v[r]) * (a.k[i][c] - k[c]) for i in a.entries) / total for c in range(len(k))]
+        for r in range(len(v))
+    ]
+    out = {}
+    for i in a.entries:
+        said = [v[r] + a.o.scale * dot(slope[r], a.k[i]) for r in range(len(v))]
+        out[i] = attention[i] * norm(minus(a.v[i], said))
+    return out

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import reference_designs as twins
 import reference_sampling
 from build import first_round, second_round
-from kvest.allocate import Adaptive, Lava, Pyramid
+from kvest.allocate import Adaptive, LavaAllocation, Pyramid
 from kvest.allocate._compete import largest_remainder
 from kvest.allocate.lava import shares
 from kvest.propose import H2O, Uniform
@@ -133,7 +133,7 @@ def test_lava_gives_layers_what_their_entropy_says(budget, make, generator):
     proposals, observations = layers(make, generator, budget=torch.tensor(budget))
     certain = proposals[1].certain | (observations[1].valid & (observations[1].positions % 3 > 0))
     proposals[1] = replace(proposals[1], certain=certain)  # less of it is drawn than of the others
-    counts = Lava()(proposals, observations, TopK())
+    counts = LavaAllocation()(proposals, observations, TopK())
     for row in range(2):
         flat = [[x for xs in free(p, o, row) for x in xs] for p, o in zip(proposals, observations, strict=True)]
         sure = [sum(numbers(p.certain, row)) for p in proposals]
@@ -161,7 +161,7 @@ def test_shares_are_proportional_up_to_what_there_is(parts, data):
 
 
 @every_round
-@pytest.mark.parametrize("allocate", [Adaptive(), Lava()], ids=repr)
+@pytest.mark.parametrize("allocate", [Adaptive(), LavaAllocation()], ids=repr)
 def test_heads_in_other_processes_compete_too(allocate, make, generator):
     """Three processes with a head of each layer get what one process with all heads gives those heads."""
     proposals, observations = layers(make, generator)
@@ -200,7 +200,7 @@ def test_heads_without_any_score_are_filled_last(generator):
     assert Adaptive(0.0)([proposal], [o], TopK())[0].tolist() == [[7, 23, 6]]
     assert Adaptive(0.5)([proposal], [o], TopK())[0].tolist() == [[7, 23, 6]]
     nothing = replace(proposal, score=proposal.score * 0)
-    for allocate in (Adaptive(0.0), Lava()):
+    for allocate in (Adaptive(0.0), LavaAllocation()):
         assert allocate([nothing], [o], Systematic())[0].tolist() == [[12, 12, 12]]
 
 
@@ -220,4 +220,4 @@ def test_knobs_out_of_range_are_refused(make, said):
 def test_which_allocations_need_all_layers_at_once():
     assert not Pyramid.whole_model
     assert not Adaptive.whole_model
-    assert Lava.whole_model
+    assert LavaAllocation.whole_model

@@ -19,6 +19,7 @@ from kvest.propose import (
     LagKV,
     Lava,
     Leverage,
+    MomentResidual,
     NonCausal,
     ValueNorm,
     ValueRange,
@@ -48,6 +49,7 @@ TABLE = {
     ],
     twins.compactor: [Compactor(), Compactor(blend=1.3, sketch=5, ridge=0.1, chunk=7, seed=3)],
     twins.curdkv: [CurDKV(), CurDKV(rank=3, seed=11), CurDKV(peer=True)],
+    twins.moment_residual: [MomentResidual(), MomentResidual(window=5)],
     twins.lava: [Lava(), Lava(window=5, pool=3), Lava(window=9, pool=1)],
     twins.capkv_greedy: [CapKVGreedy(ahead=17), CapKVGreedy(tau=2.0, ahead=3), CapKVGreedy("paper", tau=0.1)],
 }

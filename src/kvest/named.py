@@ -1,4 +1,4 @@
-"""Policies by name: the systems of papers that the parts can say so far, and kvest's own. `NAME@BUDGET` is a policy."""
+"""Policies by name: the systems of papers, and kvest's own. `NAME@BUDGET` is a policy."""
 
 NAMED = {
     "kvest": "with_certain(h2o(values=True), by=keydiff, share=0.4)+one_threshold/systematic/tempered(0.85)",
@@ -14,6 +14,11 @@ NAMED = {
     "criticalkv": "critical(snapkv)/top_k/none",
     "defensivekv": "defensive(snapkv)+adaptive/top_k/none",
     "lava": "lava+lava/top_k/none",
+    "momentkv": "chunked(moment_residual, size=4)+adaptive/top_k/none+moments",
+    "lagkv": "lagkv/top_k/none",
+    "curdkv": "curdkv/top_k/none",
+    "compactor": "compactor/top_k/none",
+    "expected_attention": "expected_attention/top_k/none",
     "tova": "last_query(values=False, layer=True)/top_k/none",
     "keydiff": "keydiff/top_k/none",
     "knorm": "key_norm/top_k/none",
@@ -21,7 +26,7 @@ NAMED = {
     "streaming": "streaming/top_k/none",
     "random": "uniform/systematic/inclusion",
 }
-"""Name -> PROPOSE[+ALLOCATE]/DESIGN/CORRECTION."""
+"""Name -> PROPOSE[+ALLOCATE]/DESIGN/CORRECTION[+STAND_IN]."""
 
 DEMO = (
     NAMED["snapkv"],

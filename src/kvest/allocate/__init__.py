@@ -2,7 +2,7 @@
 
 from kvest.allocate._base import Allocate
 from kvest.allocate.adaptive import Adaptive
-from kvest.allocate.lava import Lava
+from kvest.allocate.lava import LavaAllocation
 from kvest.allocate.one_threshold import OneThreshold
 from kvest.allocate.pyramid import Pyramid
 from kvest.allocate.uniform import UniformAllocation
@@ -11,7 +11,7 @@ __all__ = [
     "ALLOCATIONS",
     "Adaptive",
     "Allocate",
-    "Lava",
+    "LavaAllocation",
     "OneThreshold",
     "Pyramid",
     "UniformAllocation",
@@ -22,5 +22,5 @@ ALLOCATIONS: dict[str, type[Allocate]] = {
     "one_threshold": OneThreshold,
     "pyramid": Pyramid,
     "adaptive": Adaptive,
-    "lava": Lava,
+    "lava": LavaAllocation,
 }

@@ -16,7 +16,7 @@ from kvest.types import Observation, Proposal
 
 
 @dataclass(frozen=True)
-class Lava(Allocate):
+class LavaAllocation(Allocate):
     """counts_l proportional to e_l = -sum_hi y_hi log y_hi / log n,  y: the layer's n scores, normalised to sum to 1
 
     What is certain comes on top, and no layer gets more than it holds: others share what it leaves. Within a layer the

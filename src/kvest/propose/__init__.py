@@ -19,6 +19,7 @@ from kvest.propose.last_query import LastQuery
 from kvest.propose.lava import Lava
 from kvest.propose.leverage import Leverage
 from kvest.propose.mixed import Mixed
+from kvest.propose.moment_residual import MomentResidual
 from kvest.propose.noncausal import NonCausal
 from kvest.propose.output_error import OutputError
 from kvest.propose.sharp import Sharp
@@ -49,6 +50,7 @@ __all__ = [
     "Lava",
     "Leverage",
     "Mixed",
+    "MomentResidual",
     "NonCausal",
     "OutputError",
     "Propose",
@@ -82,6 +84,7 @@ PROPOSALS: dict[str, type[Propose]] = {
     "compactor": Compactor,
     "curdkv": CurDKV,
     "lava": Lava,
+    "moment_residual": MomentResidual,
     "kvzip": KVzip,
     "mixed": Mixed,
     "with_certain": WithCertain,
