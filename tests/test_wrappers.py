@@ -120,7 +120,7 @@ def test_chunks_average_over_the_heads_of_all_processes(generator):
 def test_largest_attention_is_carried_over_rounds(generator):
     """Two rounds over halves of the queries find the maximum that one round over all of them does."""
     whole = first_round(generator, lengths=(23,))
-    cut = {name: getattr(whole, name)[:, :, :13] for name in ("keys", "values", "log_weights", "positions")}
+    cut = {name: getattr(whole, name)[:, :, :13] for name in ("keys", "values", "log_weights", "positions", "prepared")}
     count = torch.tensor([13])
     early = replace(
         whole,

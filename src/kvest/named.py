@@ -14,7 +14,7 @@ NAMED = {
     "criticalkv": "critical(snapkv)/top_k/none",
     "defensivekv": "defensive(snapkv)+adaptive/top_k/none",
     "lava": "lava+lava/top_k/none",
-    "momentkv": "chunked(moment_residual, size=4)+adaptive/top_k/none+moments",
+    "momentkv": "chunked(moment_residual, 4)+adaptive/top_k/none+moments",
     "lagkv": "lagkv/top_k/none",
     "curdkv": "curdkv/top_k/none",
     "compactor": "compactor/top_k/none",

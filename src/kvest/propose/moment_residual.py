@@ -21,7 +21,7 @@ class MomentResidual(Propose):
 
     Source: MomentKV, arXiv:2606.01563.
     Unlike the paper: moments are those of all entries, not of those that are gone; entries go one by one, not in blocks
-    of 4 (`chunked(moment_residual, size=4)` has blocks of 4).
+    of 4 (`chunked(moment_residual, 4)` has blocks of 4).
     """
 
     window: int = 64
