@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalL
 
 import kvest
 from hf_tools import feed, hybrid, tokens
+from kvest.policy import Policy
 
 POLICY = "h2o(values=True)+one_threshold/systematic/tempered(0.85)@0.3"
 
@@ -93,20 +95,43 @@ def test_crop_beyond_a_sliding_window_changes_nothing(generator):
     assert torch.equal(feed(model, cache, follow), feed(model, untouched, follow))
 
 
-def test_layers_that_wait_for_each_other_do_not_hold_the_prompts_queries(tiny_model, generator):
+def test_layers_that_wait_for_each_other_do_not_hold_the_prompts_queries(tiny_model, generator, monkeypatch):
     """Under one threshold all layers wait for the last one: what they hold meanwhile is keys, values and scores."""
     model = tiny_model()
     held = []
     cache = kvest.EvictionCache(model, POLICY)
-    settle = cache.session.policy.settle
+    keep = Policy.keep
 
-    def look(observations, proposals, streams):
-        held.extend(observation.queries.untyped_storage().nbytes() for observation in observations)
-        return settle(observations, proposals, streams)
+    def look(policy, observation, *rest):
+        held.append(observation.queries.untyped_storage().nbytes())
+        return keep(policy, observation, *rest)
 
-    object.__setattr__(cache.session.policy, "settle", look)
+    monkeypatch.setattr(Policy, "keep", look)
     feed(model, cache, tokens(generator, 61))
     assert held == [0, 0, 0]
+
+
+def test_the_prompt_is_freed_layer_by_layer(tiny_model, generator, monkeypatch):
+    """Under one threshold as well: when a layer's entries are copied, all before it hold what they keep alone."""
+    model = tiny_model()
+    cache = kvest.EvictionCache(model, POLICY)
+    propose, keep = Policy.proposal, Policy.keep
+    whole, freed = [], []
+
+    def first(policy, observation):
+        whole.append(weakref.ref(observation.keys))
+        return propose(policy, observation)
+
+    def then(policy, *rest):
+        gone = [keys() is None for keys in whole]
+        assert gone == [layer.keys is None for layer in cache.layers]
+        freed.append(gone)
+        return keep(policy, *rest)
+
+    monkeypatch.setattr(Policy, "proposal", first)
+    monkeypatch.setattr(Policy, "keep", then)
+    feed(model, cache, tokens(generator, 61))
+    assert freed == [[False] * 3, [True, False, False], [True, True, False]]
 
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt2"])

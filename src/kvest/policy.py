@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from kvest import grammar
 from kvest.allocate import Allocate, UniformAllocation
@@ -109,7 +111,8 @@ class Policy:
     def evict(self, observations: Sequence[Observation], streams: Sequence[Stream]) -> list[Retained]:
         """Evict some layers together: propose, allocate, sample, correct, stand in, retain."""
         proposals = [self.proposal(observation) for observation in observations]
-        return self.settle(observations, proposals, streams)
+        counts = self.allocate(proposals, observations, self.design)
+        return [self.keep(*layer) for layer in zip(observations, proposals, counts, streams, strict=True)]
 
     def proposal(self, observation: Observation) -> Proposal:
         """Score one layer; sinks and window are certain to stay, and what was made is worth nothing."""
@@ -128,17 +131,13 @@ class Policy:
         certain = proposal.certain & ~made | observation.protected
         return Proposal(proposal.score.masked_fill(made, 0.0), certain, history)
 
-    def settle(
-        self, observations: Sequence[Observation], proposals: Sequence[Proposal], streams: Sequence[Stream]
-    ) -> list[Retained]:
-        """The rest of `evict`, for layers whose proposals are there: they compete, if the allocation lets them."""
-        counts = self.allocate(proposals, observations, self.design)
-        kept = []
-        for observation, proposal, count, stream in zip(observations, proposals, counts, streams, strict=True):
-            room = self.stand_in.room(proposal, observation, count)
-            proposal, open_ = may_stay(proposal, observation, count)
-            draw, log_weights = self.design.corrected(proposal, observation, open_, count - room, stream, self.correct)
-            stays = self.stand_in(draw, log_weights, observation, room)
-            history = proposal if self.every else None
-            kept.append(retain(stays.observation, draw, stays.log_weights, history, stays.made))
-        return kept
+    def keep(
+        self, observation: Observation, proposal: Proposal, counts: Int[Tensor, "b h"], stream: Stream
+    ) -> Retained:
+        """The rest of `evict`, for one layer whose heads may hold so many: sample, correct, stand in, retain."""
+        room = self.stand_in.room(proposal, observation, counts)
+        proposal, open_ = may_stay(proposal, observation, counts)
+        draw, log_weights = self.design.corrected(proposal, observation, open_, counts - room, stream, self.correct)
+        stays = self.stand_in(draw, log_weights, observation, room)
+        history = proposal if self.every else None
+        return retain(stays.observation, draw, stays.log_weights, history, stays.made)

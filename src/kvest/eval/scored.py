@@ -38,18 +38,6 @@ class _Everything(Allocate):
         return [o.lengths for o in observations]
 
 
-@dataclass(frozen=True)
-class _Given(Allocate):
-    """Counts that somebody else has chosen."""
-
-    counts: Int[Tensor, "b h"]
-
-    def __call__(
-        self, proposals: Sequence[Proposal], observations: Sequence[Observation], design: Design
-    ) -> list[Int[Tensor, "b h"]]:
-        return [self.counts for _ in observations]
-
-
 class Scored:
     """A prompt as `policy` scores it, held whole; `proposals` and `observations` are those of the evicted layers."""
 
@@ -64,17 +52,15 @@ class Scored:
     @contextmanager
     def evicted(self, counts: Mapping[int, Int[Tensor, "b h"]], seed: int = 0) -> Iterator[EvictionCache]:
         """For the block, the cache in which the heads of these evicted layers keep so many entries, others all."""
-        kept = {layer: self._settle(layer, mine, seed) for layer, mine in counts.items()}
+        kept = {layer: self._keep(layer, mine, seed) for layer, mine in counts.items()}
         with self._cache.branch() as cache:
             for layer, store in kept.items():
                 self._layers[layer].store = store
             yield cache
 
-    def _settle(self, layer: int, counts: Int[Tensor, "b h"], seed: int) -> Store:
+    def _keep(self, layer: int, counts: Int[Tensor, "b h"], seed: int) -> Store:
         stream = Stream(seed, self._layers[layer].index, [0] * len(counts))
-        policy = replace(self.policy, allocate=_Given(counts))
-        [kept] = policy.settle([self.observations[layer]], [self.proposals[layer]], [stream])
-        return Store(kept)
+        return Store(self.policy.keep(self.observations[layer], self.proposals[layer], counts, stream))
 
     def one_head(self, layer: int, head: int, keep: float) -> Int[Tensor, "b h"]:
         """Counts of a layer in which one head keeps a share of its entries, and what is certain at least."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
@@ -267,11 +267,11 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             self.queries, self.normalizers = [], None
         self.session.after(self)
 
-    def stream(self) -> Stream:
-        """The layer's random numbers of this round."""
-        return Stream(self.session.seed, self.index, tuple(self.session.rounds), self.session.share.first_head)
-
-    def settle(self, retained: Retained) -> None:
-        """Hold what was kept, and nothing else."""
-        self.store = Store(retained)
+    def evict(self, counts: Int[Tensor, "b h"]) -> None:
+        """Hold so many entries of what was observed, and nothing else."""
+        if self.observed is None:
+            raise RuntimeError(f"layer {self.index} has observed nothing that could be evicted")
+        session = self.session
+        stream = Stream(session.seed, self.index, tuple(session.rounds), session.share.first_head)
+        self.store = Store(session.policy.keep(*self.observed, counts, stream))
         self.keys = self.values = self.observed = self.prepared = None

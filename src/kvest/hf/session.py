@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from kvest.budget import Footprint
 from kvest.hf.parallel import Share
 from kvest.policy import Policy
-from kvest.random import Stream
 from kvest.rotary import Rotation
-from kvest.types import Observation, Proposal, Retained
+from kvest.types import Observation, Proposal
 
 INDEX_BYTES = 8
 """Bytes of an entry besides key and value: a float32 log weight and an int32 position."""
@@ -48,9 +47,7 @@ class Evictable(Protocol):
     index: int
     observed: tuple[Observation, Proposal] | None
 
-    def stream(self) -> Stream: ...
-
-    def settle(self, retained: Retained) -> None: ...
+    def evict(self, counts: Int[Tensor, "b h"]) -> None: ...
 
 
 @dataclass
@@ -275,14 +272,19 @@ class Session:
             self.pending.append(layer)
         last = layer.index == self.evictable[-1]
         if self.pending and (last or not self.policy.allocate.whole_model):
-            observations, proposals = zip(*(each.observed for each in self.pending if each.observed), strict=True)
-            with torch.no_grad():
-                kept = self.policy.settle(observations, proposals, [each.stream() for each in self.pending])
-            for each, retained in zip(self.pending, kept, strict=True):
-                each.settle(retained)
-            self.pending = []
+            self._evict()
         if last:
             self.finish()
+
+    @torch.no_grad()
+    def _evict(self) -> None:
+        """Evict the layers that wait. Each lets go of all that it held before the next one's entries are copied."""
+        observations, proposals = zip(*(each.observed for each in self.pending if each.observed), strict=True)
+        counts = self.policy.allocate(proposals, observations, self.policy.design)
+        del observations, proposals
+        for each, mine in zip(self.pending, counts, strict=True):
+            each.evict(mine)
+        self.pending = []
 
     def finish(self) -> None:
         """The last evicted layer is done with this pass."""
