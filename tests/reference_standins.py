@@ -95,3 +95,36 @@ def moments(a: Head, gone: set[int], mu: Sequence[float], q: Sequence[float]) ->
         out = [o + weight / n * (x - y) * along for o, x, y in zip(out, a.v[i], value, strict=True)]
     total = n * math.exp(scale * dot(shift, key))
     return [*(total * x for x in out), total]
+
+
+def recall(
+    queries: Sequence[Sequence[Sequence[float]]],
+    seen: Sequence[int],
+    held: Sequence[Entry],
+    gone: Sequence[Entry],
+    scale: float,
+    reuse: float,
+    below: float,
+) -> tuple[list[list[list[float]]], int]:
+    """Outputs of `queries[j][g]`, one after the other, and how often `gone` was brought back.
+
+    Query j sees the first `seen[j]` entries that are held.
+    """
+    reference: Sequence[Sequence[float]] | None = None
+    outputs, times = [], 0
+    for mine, count in zip(queries, seen, strict=True):
+        near = [
+            0.0 if reference is None else dot(unit(x), unit(y)) for x, y in zip(mine, reference or mine, strict=True)
+        ]
+        asked = reference is None or min(near) < below
+        if asked:
+            reference, times = mine, times + 1
+        assert reference is not None
+        out = []
+        for q, last, similar in zip(mine, reference, near, strict=True):
+            total = sums(q, scale, held[:count])
+            if asked or similar > reuse:
+                total = [x + y for x, y in zip(total, sums(last, scale, gone), strict=True)]
+            out.append([x / total[-1] for x in total[:-1]])
+        outputs.append(out)
+    return outputs, times

@@ -28,6 +28,10 @@ MERGED = (
     "h2o(values=True)/top_k/none+merge@0.25",
     "snapkv(11)/systematic/inclusion+merge(0.1, keys=False)@61, every=7",
 )
+RECALLED = (
+    "h2o+one_threshold/top_k/none+recall(0.5, 0.3)@0.25",
+    "snapkv(11)/systematic/none+recall(0.5, 0.3, where=disk)@61, every=7",
+)
 
 
 def made(report: kvest.Report) -> torch.Tensor:
@@ -76,7 +80,7 @@ def test_the_budget_holds_over_rounds_and_what_was_made_is_made_anew(tiny_model,
     assert report.evictions == [4]
 
 
-@pytest.mark.parametrize("policy", [*ONE_SHOT, *STANDING, *MERGED])
+@pytest.mark.parametrize("policy", [*ONE_SHOT, *STANDING, *MERGED, *RECALLED])
 def test_a_question_fed_at_once_equals_token_by_token(tiny_model, generator, policy):
     model = tiny_model(layers=2)
     policy = policy.replace("every=7", "every=40")
@@ -89,7 +93,7 @@ def test_a_question_fed_at_once_equals_token_by_token(tiny_model, generator, pol
     )
 
 
-@pytest.mark.parametrize("policy", [*ONE_SHOT, *STANDING, *MERGED])
+@pytest.mark.parametrize("policy", [*ONE_SHOT, *STANDING, *MERGED, *RECALLED])
 def test_a_row_of_a_padded_batch_is_the_row_alone(tiny_model, generator, policy):
     """Over several turns; one row is short enough to be evicted long after the other."""
     model = tiny_model(layers=2)
@@ -117,7 +121,7 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(tiny_model, generator, policy)
         same_entries(batch.report(), i, cache.report(), 0, 1e-4)
 
 
-@pytest.mark.parametrize("policy", [ONE_SHOT[2], *STANDING, *MERGED])
+@pytest.mark.parametrize("policy", [ONE_SHOT[2], *STANDING, *MERGED, *RECALLED])
 def test_a_reload_and_a_branch_change_nothing(tiny_model, generator, tmp_path, policy):
     """Fault 15: the logits of a reloaded cache are the same bit for bit; those after a branch up to rounding."""
     model = tiny_model(layers=2)
@@ -143,7 +147,7 @@ def test_a_reload_and_a_branch_change_nothing(tiny_model, generator, tmp_path, p
         same_entries(loaded.report(), row, twin.report(), row, 0.0)
 
 
-@pytest.mark.parametrize("policy", [ONE_SHOT[1], STANDING[1], STANDING[3]])
+@pytest.mark.parametrize("policy", [ONE_SHOT[1], STANDING[1], STANDING[3], *RECALLED])
 def test_rows_can_be_repeated_and_selected(tiny_model, generator, policy):
     model, prompt = tiny_model(layers=2), tokens(generator, 131, rows=2)
     cache = kvest.EvictionCache(model, policy)

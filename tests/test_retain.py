@@ -10,7 +10,7 @@ import torch
 from build import first_round, second_round
 from kvest.propose import H2O
 from kvest.random import Stream
-from kvest.retain import Store, concatenate, retain
+from kvest.retain import Store, retain
 from kvest.sample import Poisson
 from kvest.types import Retained
 
@@ -142,14 +142,18 @@ def test_crop_takes_back_the_latest_entries(generator):
         assert store.head(store.log_weights, row, head)[-1] == 0
 
 
-def test_rows_can_be_selected_repeated_and_joined(generator):
-    """`retained(rows)` is what beam search and a branch need; `concatenate` puts rows together again."""
+def test_rows_can_be_selected_and_repeated(generator):
+    """`retained(rows)` is what beam search and a branch need."""
     given = retained(generator)
     store = Store(given)
     append(store, generator, 50, 2)
     whole, first, second = store.retained(), store.retained([0]), store.retained([1])
-    assert same(concatenate([first, second]), whole)
-    assert same(concatenate([second, first, second]), store.retained([1, 0, 1]))
+    for rows in ([0, 1], [1, 0, 1]):
+        found = store.retained(rows)
+        for name in ("keys", "values", "log_weights", "positions", "history"):
+            parts = [getattr((first, second)[row], name) for row in rows]
+            assert torch.equal(getattr(found, name), torch.cat(parts))
+        assert found.counts == tuple((first, second)[row].counts[0] for row in rows)
     assert first.counts == (tuple(n + 2 for n in COUNTS[0]),)
     assert not same(store.retained([1, 0]), whole)
 

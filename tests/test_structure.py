@@ -76,7 +76,7 @@ def test_the_stages_know_tensors_only(path):
     """No model and no transformers below hf: another engine can use them."""
     names = {name.split(".")[0] for name in imported(ast.parse(path.read_text()), path)}
     if RANK[home(path)] < RANK["hf"]:
-        known = {"__future__", "kvest", "torch", "jaxtyping", "math", "re", *sys.stdlib_module_names}
+        known = {"__future__", "kvest", "torch", "jaxtyping", "safetensors", "math", "re", *sys.stdlib_module_names}
         assert names <= known
 
 

@@ -15,6 +15,7 @@ NAMED = {
     "defensivekv": "defensive(snapkv)+adaptive/top_k/none",
     "lava": "lava+lava/top_k/none",
     "momentkv": "chunked(moment_residual, 4)+adaptive/top_k/none+moments",
+    "calidrop": "snapkv/top_k/none+recall",
     "lagkv": "lagkv/top_k/none",
     "curdkv": "curdkv/top_k/none",
     "compactor": "compactor/top_k/none",

@@ -62,6 +62,11 @@ class Policy:
                 f"{grammar.say(self.design)}/{grammar.say(self.correct)} gives none: leave share out, or write "
                 "/systematic/inclusion"
             )
+        if self.stand_in.brings_back and self.correct.corrects:
+            raise ValueError(
+                f"{grammar.say(self.stand_in)} brings back what is gone itself, and the weights of "
+                f"{grammar.say(self.correct)} would stand for it a second time: write /none"
+            )
         if self.propose.extra_passes and self.every is not None:
             raise ValueError(
                 f"{grammar.say(self.propose)} scores what the document holds, once, in passes of its own, and "
@@ -140,4 +145,4 @@ class Policy:
         draw, log_weights = self.design.corrected(proposal, observation, open_, counts - room, stream, self.correct)
         stays = self.stand_in(draw, log_weights, observation, room)
         history = proposal if self.every else None
-        return retain(stays.observation, draw, stays.log_weights, history, stays.made)
+        return retain(stays.observation, draw, stays.log_weights, history, stays.made, stays.elsewhere)

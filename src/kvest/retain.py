@@ -6,14 +6,14 @@ bytes fall accordingly; equal numbers make it a plain `[b, h, s, d]` view.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvest.types import Draw, Made, Observation, Proposal, Retained
+from kvest.types import Draw, Elsewhere, Made, Observation, Proposal, Recollection, Retained
 
 
 def retain(
@@ -22,6 +22,7 @@ def retain(
     log_weights: Float[Tensor, "b h t"],
     proposal: Proposal | None = None,
     made: Made | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Retained:
     """Copy the kept entries into storage of their own; `log_weights` is what this round adds.
 
@@ -57,26 +58,16 @@ def retain(
         counts=tuple(tuple(row) for row in counts.tolist()),
         history=None if carried is None else pick(carried, 0),
         slopes=None if made is None else made.slopes,
+        elsewhere=elsewhere,
     )
 
 
-def concatenate(parts: list[Retained]) -> Retained:
-    """Rows of several packs, one below the other."""
-
-    def join(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    first = parts[0]
-    return replace(
-        first,
-        keys=join("keys"),
-        values=join("values"),
-        log_weights=join("log_weights"),
-        positions=join("positions"),
-        counts=tuple(row for part in parts for row in part.counts),
-        history=None if first.history is None else join("history"),
-        slopes=None if first.slopes is None else join("slopes"),
-    )
+def of_rows(elsewhere: Elsewhere, rows: list[int]) -> Elsewhere:
+    """What these rows let go of, in this order; nothing is copied."""
+    last = elsewhere.last
+    if last is not None:
+        last = Recollection(*(getattr(last, f.name)[rows] for f in fields(last)))
+    return replace(elsewhere, gone=tuple(elsewhere.gone[row] for row in rows), last=last)
 
 
 @dataclass(frozen=True)
@@ -114,6 +105,7 @@ class Store:
         self.keys, self.values = retained.keys, retained.values
         self.log_weights, self.positions = retained.log_weights, retained.positions
         self.history, self.slopes = retained.history, retained.slopes
+        self.elsewhere = retained.elsewhere
         self._shared = True  # with `retained`, until the first growth
         self._ends: Int[Tensor, "bh"] | None = None
         self._place()
@@ -229,6 +221,8 @@ class Store:
         freed = torch.cat([torch.arange(*end) for end in ends]).to(self.keys.device)
         self.log_weights.index_fill_(0, freed, -torch.inf)
         self.lengths = list(lengths)
+        if self.elsewhere is not None:  # what it answered may have been for a query that is taken back
+            self.elsewhere = replace(self.elsewhere, last=None)
         self._ends = torch.tensor([end for end, _ in ends], device=self.keys.device)
 
     def retained(self, rows: list[int] | None = None) -> Retained:
@@ -245,6 +239,7 @@ class Store:
             counts=tuple(tuple(self.counts(row)) for row in (range(self.rows) if rows is None else rows)),
             history=None if self.history is None else self.history[slots],
             slopes=self.slopes if self.slopes is None or rows is None else self.slopes[rows],
+            elsewhere=self.elsewhere if self.elsewhere is None or rows is None else of_rows(self.elsewhere, rows),
         )
 
     def counts(self, row: int) -> list[int]:

@@ -37,6 +37,51 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """What the heads of one row let go of in one round, head after head: `counts` of the `n` entries are each head's.
+
+    Never written to, so that rows, branches and copies share it; on the host, or mapped from a file.
+    """
+
+    keys: Float[Tensor, "n d"]
+    values: Float[Tensor, "n e"]
+    log_weights: Float[Tensor, "n"]
+    counts: tuple[int, ...]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Gone:
+        return self
+
+
+@dataclass(frozen=True)
+class Recollection:
+    """What each head's evicted entries answered when they were last brought back.
+
+    `reference` is the query that they were brought back for, of length 1, `output` and `log_mass` the attention over
+    them and the log of the sum of its weighted exponentials. Where `known` is False they have not been asked yet.
+    """
+
+    reference: Float[Tensor, "b h g d"]
+    output: Float[Tensor, "b h g e"]
+    log_mass: Float[Tensor, "b h g"]
+    known: Bool[Tensor, "b h"]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a layer's rows let go of, round by round, and can be brought back when queries move (`recall`).
+
+    `times` counts how often a head's evicted entries were brought back, `nbytes` the bytes of their keys and values.
+    """
+
+    gone: tuple[tuple[Gone, ...], ...]
+    reuse: float
+    below: float
+    last: Recollection | None = None
+    times: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
 class Observation:
     """What one layer saw when it is about to be evicted.
 
@@ -49,7 +94,8 @@ class Observation:
     are scores that passes of their own made before it (None: nobody ran them). `normalizers` are the queries'
     `log sum_i exp(scale q.k_i + log_weight_i)` over the entries up to their own, where the pass that they come from has
     worked them out (those of missing queries may be anything). `slopes`: the value of a head's made entry is
-    `v + slope @ q` (None: plain `v` everywhere). `layer` is the place among the `layers` that are evicted. Of the
+    `v + slope @ q` (None: plain `v` everywhere). `elsewhere` is what was evicted before and can be brought back.
+    `layer` is the place among the `layers` that are evicted. Of the
     model, for proposals that need it: `rotation` undoes the rotary embedding of this layer, `output` is the part of its
     output projection that each query head goes through (`output[h, g] @ v`, `m` the model's width). `importance` is
     what each head's budget was measured to be worth, where an allocation asks for it. `reduction` says how attention of
@@ -72,6 +118,7 @@ class Observation:
     window: int = 0
     history: Float[Tensor, "b h t"] | None = None
     slopes: Float[Tensor, "b h e d"] | None = None
+    elsewhere: Elsewhere | None = None
     prepared: Float[Tensor, "b h t"] | None = None
     normalizers: Float[Tensor, "b h g q"] | None = None
     layer: int = 0
@@ -185,11 +232,12 @@ class Made:
 @dataclass(frozen=True)
 class Kept:
     """What stays of a layer: `log_weights` is what this round adds to those of kept entries, `made` stands in for the
-    others (None: nothing does)."""
+    others (None: nothing does), `elsewhere` can be asked for them."""
 
     observation: Observation
     log_weights: Float[Tensor, "b h t"]
     made: Made | None = None
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +255,8 @@ class Retained:
     counts: tuple[tuple[int, ...], ...]
     history: Float[Tensor, "s"] | None = None
     slopes: Float[Tensor, "b h e d"] | None = None
+    elsewhere: Elsewhere | None = None
 
 
-for _noun in (Observation, Proposal, Draw, Made, Kept, Retained):
+for _noun in (Gone, Recollection, Elsewhere, Observation, Proposal, Draw, Made, Kept, Retained):
     _pytree.register_dataclass(_noun)

@@ -64,6 +64,24 @@ def weighted(
     return torch.softmax(_logits(queries, keys, bias, scale), dim=-1).to(values.dtype) @ values
 
 
+def weighted_and_mass(
+    queries: Float[Tensor, "b h q d"],
+    keys: Float[Tensor, "b h t d"],
+    values: Float[Tensor, "b h t e"],
+    bias: Float[Tensor, "#b #h #q t"],
+    scale: float,
+) -> Float[Tensor, "b h q w"]:
+    """As `weighted`, in float32, with log sum_i w_i exp(scale q.k_i) as one more channel behind (`w` is `e + 1`)."""
+    if queries.is_cpu and keys.shape[-1] == values.shape[-1]:
+        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, False, attn_mask=bias, scale=scale
+        )
+    else:
+        logits = _logits(queries, keys, bias, scale)
+        out, lse = torch.softmax(logits, dim=-1) @ values.float(), torch.logsumexp(logits, dim=-1)
+    return torch.cat([out.float(), lse.float()[..., None]], dim=-1)
+
+
 def weighted_with_sinks(
     queries: Float[Tensor, "b h q d"],
     keys: Float[Tensor, "b h t d"],

@@ -6,8 +6,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvest.attend.dense import BLOCK_ELEMENTS, weighted, weighted_with_sinks, weighted_with_slopes
+from kvest.attend import recalled
+from kvest.attend.dense import (
+    BLOCK_ELEMENTS,
+    weighted,
+    weighted_and_mass,
+    weighted_with_sinks,
+    weighted_with_slopes,
+)
 from kvest.retain import Run, Store
+from kvest.types import Elsewhere
 
 
 def attend(
@@ -27,12 +35,45 @@ def attend(
     g = heads // store.heads
     if queries.dtype != store.keys.dtype:  # autocast
         return attend(queries.to(store.keys.dtype), store, scale, exists, sinks).to(queries.dtype)
+    if store.elsewhere is not None:
+        return _with_recall(queries.view(b, store.heads, g, q, d), store, store.elsewhere, scale, exists, sinks)
     learned = None if sinks is None else sinks.view(store.heads, g).repeat(b, 1)
+    return _over_held(queries, store, scale, exists, learned)
+
+
+def _over_held(
+    queries: Float[Tensor, "b hg q d"],
+    store: Store,
+    scale: float,
+    exists: Bool[Tensor, "b q"] | None,
+    sinks: Float[Tensor, "bh g"] | None,
+) -> Float[Tensor, "b hg q w"]:
+    """Over what is held; with what is held elsewhere, the log mass stands behind each output."""
+    b, heads, q, d = queries.shape
+    g = heads // store.heads
     if q == 1:
-        return _one_query(queries.reshape(1, b * store.heads, g, d), store, scale, learned).view(b, heads, 1, -1)
+        return _one_query(queries.reshape(1, b * store.heads, g, d), store, scale, sinks).view(b, heads, 1, -1)
     flat = queries.reshape(b * store.heads, g, q, d)
-    parts = [_many_queries(flat[run.heads], store, run, scale, exists, learned) for run in store.runs()]
+    parts = [_many_queries(flat[run.heads], store, run, scale, exists, sinks) for run in store.runs()]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(b, heads, q, -1)
+
+
+def _with_recall(
+    queries: Float[Tensor, "b h g q d"],
+    store: Store,
+    elsewhere: Elsewhere,
+    scale: float,
+    exists: Bool[Tensor, "b q"] | None,
+    sinks: Float[Tensor, "hg"] | None,
+) -> Float[Tensor, "b hg q e"]:
+    """Over what is held and what was evicted, as far as it is brought back."""
+    b, h, g, q, _ = queries.shape
+    held = _over_held(queries.flatten(1, 2), store, scale, exists, None).view(b, h, g, q, -1)
+    gone, mass, store.elsewhere = recalled.answer(elsewhere, queries, held.shape[-1] - 1, scale, exists)
+    out, total = recalled.merge(held[..., :-1], held[..., -1], gone, mass)
+    if sinks is not None:
+        out = out * torch.sigmoid(total - sinks.float().view(h, g, 1))[..., None]
+    return out.flatten(1, 2).to(queries.dtype)
 
 
 def _one_query(
@@ -42,11 +83,11 @@ def _one_query(
     runs = store.runs()
     if len(runs) == 1:
         run = runs[0]
-        return _over(queries, run, run.bias, scale, None if sinks is None else sinks[None])
+        return _over(queries, store, run, run.bias, scale, None if sinks is None else sinks[None])
     each = torch.split(queries, store.run_sizes, dim=1)
     return torch.cat(
         [
-            _over(part, run, run.bias, scale, None if sinks is None else sinks[None, run.heads])
+            _over(part, store, run, run.bias, scale, None if sinks is None else sinks[None, run.heads])
             for part, run in zip(each, runs, strict=True)
         ],
         dim=1,
@@ -55,11 +96,14 @@ def _one_query(
 
 def _over(
     queries: Float[Tensor, "1 k q d"],
+    store: Store,
     run: Run,
     bias: Float[Tensor, "1 k #q c"],
     scale: float,
     sinks: Float[Tensor, "1 k q"] | None,
 ) -> Float[Tensor, "1 k q e"]:
+    if store.elsewhere is not None:
+        return weighted_and_mass(queries, run.keys, run.values, bias, scale)
     if run.slopes is not None:
         return weighted_with_slopes(queries, run.keys, run.values, bias, scale, run.slopes, sinks)
     if sinks is None:
@@ -94,7 +138,9 @@ def _many_queries(
         bias = run.bias[0].masked_fill(slots > last[:, some, None], -torch.inf)
         if queries.is_cpu:
             mine = queries[:, :, some], keys, values, bias[:, None], scale
-            if run.slopes is not None:
+            if store.elsewhere is not None:
+                parts.append(weighted_and_mass(*mine))
+            elif run.slopes is not None:
                 learned = None if sinks is None else sinks[run.heads, :, None]
                 parts.append(weighted_with_slopes(*mine, run.slopes[0, :, None], learned))
             elif sinks is None:
@@ -104,6 +150,6 @@ def _many_queries(
         else:  # matmuls would copy the keys for every query head of a group: queries of a group stand together
             packed = queries[:, :, some].reshape(1, k, -1, queries.shape[-1])
             learned = None if sinks is None else sinks[None, run.heads].repeat_interleave(bias.shape[1], dim=2)
-            out = _over(packed, run, bias.repeat(1, g, 1)[None], scale, learned)
+            out = _over(packed, store, run, bias.repeat(1, g, 1)[None], scale, learned)
             parts.append(out.view(k, g, -1, out.shape[-1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvest.attend import attend
-from kvest.hf import compat
+from kvest.hf import compat, elsewhere
 from kvest.hf.observe import observe
 from kvest.hf.session import Session
 from kvest.random import Stream
@@ -152,28 +152,34 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
     def mark(self) -> dict[str, Any]:
         """What `back` needs to return here. Nothing is copied: slots that are taken are never written to again."""
         names = ("keys", "values", "is_initialized", "columns", "store")
-        lengths = None if self.store is None else list(self.store.lengths)
-        return {**{name: getattr(self, name) for name in names}, "queries": list(self.queries), "lengths": lengths}
+        lengths, elsewhere = (None, None) if self.store is None else (list(self.store.lengths), self.store.elsewhere)
+        held = {name: getattr(self, name) for name in names}
+        return {**held, "queries": list(self.queries), "lengths": lengths, "elsewhere": elsewhere}
 
     def back(self, mark: dict[str, Any]) -> None:
         """Return to where `mark` was made."""
-        held = {name: x for name, x in mark.items() if name != "lengths"}
+        held = {name: x for name, x in mark.items() if name not in ("lengths", "elsewhere")}
         self.__dict__.update(held, observed=None, prepared=None, normalizers=None)
         if self.store is not None:
             self.store.cut(mark["lengths"])
+            self.store.elsewhere = mark["elsewhere"]
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(plain values, tensors) from which `load` makes an equal layer."""
         if not self.is_initialized:
             return {}, {}
         tensors = {} if not self.queries else {"queries": torch.cat(self.queries, dim=2)}
-        values = {"columns": self.columns, "token_bytes": self.token_bytes}
+        values: dict[str, Any] = {"columns": self.columns, "token_bytes": self.token_bytes}
         if self.store is None:
             return values, {**tensors, "keys": self.keys, "values": self.values}
         held = self.store.retained()
         names = ("keys", "values", "log_weights", "positions", "history", "slopes")
         tensors |= {name: x for name in names if (x := getattr(held, name)) is not None}
-        return {**values, "counts": held.counts, "capacities": self.store.capacities}, tensors
+        values |= {"counts": held.counts, "capacities": self.store.capacities}
+        if held.elsewhere is not None:
+            away, more = elsewhere.pack(held.elsewhere)
+            values, tensors = {**values, "elsewhere": away}, {**tensors, **more}
+        return values, tensors
 
     def load(self, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Become the layer that `saved` described."""
@@ -186,7 +192,12 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         if "counts" not in values:
             self.keys, self.values = tensors["keys"], tensors["values"]
             return
-        self.store = Store(Retained(**tensors, counts=tuple(tuple(row) for row in values["counts"])))
+        away = None
+        if "elsewhere" in values:
+            away = elsewhere.unpack(values["elsewhere"], tensors, self.session.policy.stand_in)
+        tensors = {name: x for name, x in tensors.items() if "." not in name}
+        counts = tuple(tuple(row) for row in values["counts"])
+        self.store = Store(Retained(**tensors, counts=counts, elsewhere=away))
         if self.store.capacities != values["capacities"]:
             self.store.make_room(values["capacities"])
 

@@ -53,6 +53,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
         window=session.policy.window,
         history=history,
         slopes=None if layer.store is None else layer.store.slopes,
+        elsewhere=None if layer.store is None else layer.store.elsewhere,
         normalizers=None if normalizers is None else normalizers.reshape(b, h, heads // h, q),
         prepared=_prepared(layer.prepared, exists),
         layer=place,

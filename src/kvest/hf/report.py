@@ -10,10 +10,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvest.hf import elsewhere
 from kvest.hf.branch import Mark
 from kvest.hf.layer import EvictionLayer
 from kvest.hf.session import Session
 from kvest.retain import Run, Store
+from kvest.types import Elsewhere, Recollection
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Report:
     later eviction needs. `full_bytes` is what a stock cache would hold for the tokens seen. `positions[l][b][h]`
     (ascending) and `log_weights[l][b][h]` are 1-D tensors; entries that are exact have log weight 0, entries that were
     made to stand in for evicted ones have position -1. `evictions` counts the rounds per row, `evicted_layers` the
-    layers that take part.
+    layers that take part. With `recall`, `elsewhere_bytes` are those of evicted entries on the host or on disk (no part
+    of `kept_bytes`), `recalls` how often a head's were brought back, `recalled_bytes` how many bytes came.
     """
 
     policy: str
@@ -38,6 +41,9 @@ class Report:
     log_weights: list[list[list[Tensor]]]
     evictions: list[int]
     evicted_layers: list[int]
+    elsewhere_bytes: int = 0
+    recalls: int = 0
+    recalled_bytes: int = 0
 
     @property
     def kept_whole(self) -> bool:
@@ -73,6 +79,9 @@ class Report:
             ),
             ("evictions", "none: within the budget, kept whole" if self.kept_whole else str(max(self.evictions))),
         ]
+        if self.elsewhere_bytes:
+            lines.append(("elsewhere", f"{_bytes(self.elsewhere_bytes)} of evicted entries"))
+            lines.append(("brought back", f"{self.recalls:,} times by a head, {_bytes(self.recalled_bytes)}"))
         return "\n".join(f"{name:<13}{text}" for name, text in lines)
 
 
@@ -90,6 +99,8 @@ def make_report(layers: list[Any], session: Session) -> Report:
         for row, by_head in enumerate(positions):
             for head, where in enumerate(by_head):
                 kept[index, row, head] = len(where)
+    stores = [layer.store for layer in layers if isinstance(layer, EvictionLayer) and layer.store is not None]
+    away = [store.elsewhere for store in stores if store.elsewhere is not None]
     return Report(
         policy=str(session.policy),
         seed=session.seed,
@@ -101,6 +112,9 @@ def make_report(layers: list[Any], session: Session) -> Report:
         log_weights=[weights for _, weights in each],
         evictions=list(session.rounds),
         evicted_layers=list(session.evictable),
+        elsewhere_bytes=sum(elsewhere.nbytes(x) for x in away),
+        recalls=sum(x.times for x in away),
+        recalled_bytes=sum(x.nbytes for x in away),
     )
 
 
@@ -118,6 +132,10 @@ def merge(parts: list[Report]) -> Report:
         full_bytes=sum(part.full_bytes for part in parts),
         positions=join("positions"),
         log_weights=join("log_weights"),
+        **{
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("elsewhere_bytes", "recalls", "recalled_bytes")
+        },
     )
 
 
@@ -183,5 +201,7 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, list | tuple):
         for value in x:
             yield from _tensors(value)
-    elif isinstance(x, Store | Run | Mark):
+    elif isinstance(x, Store | Run | Mark | Recollection):
         yield from _tensors(vars(x))
+    elif isinstance(x, Elsewhere):  # but not what is elsewhere
+        yield from _tensors(x.last)

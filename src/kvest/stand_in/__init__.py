@@ -5,6 +5,7 @@ from kvest.stand_in.centroids import Centroids
 from kvest.stand_in.merge import Merge
 from kvest.stand_in.moments import Moments
 from kvest.stand_in.none import NoStandIn
+from kvest.stand_in.recall import Recall
 
 __all__ = [
     "STAND_INS",
@@ -12,6 +13,7 @@ __all__ = [
     "Merge",
     "Moments",
     "NoStandIn",
+    "Recall",
     "StandIn",
 ]
 
@@ -20,4 +22,5 @@ STAND_INS: dict[str, type[StandIn]] = {
     "centroids": Centroids,
     "merge": Merge,
     "moments": Moments,
+    "recall": Recall,
 }

@@ -18,10 +18,12 @@ class StandIn(ABC):
     """`stand_in(draw, log_weights, observation, room) -> Kept`
 
     `room` is what `room()` answered: the entries that each head makes, which count towards its budget. `queries`: the
-    latest queries that it looks at. `shares` marks those that leave a part to the weights of the sample.
+    latest queries that it looks at. `shares` marks those that leave a part to the weights of the sample, `brings_back`
+    those that hold what is gone elsewhere.
     """
 
     shares: ClassVar[bool] = False
+    brings_back: ClassVar[bool] = False
 
     @property
     def queries(self) -> int:
