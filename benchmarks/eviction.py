@@ -28,13 +28,28 @@ from kvest.hf.embedded import load
 from kvest.policy import Policy
 from kvest.propose import PROPOSALS
 
-ARGUMENTS = {"mixed": "(snapkv, 0.2)", "with_certain": "(h2o(values=True), by=keydiff, share=0.4)"}
+ARGUMENTS = {
+    "mixed": "(snapkv, 0.2)",
+    "with_certain": "(h2o(values=True), by=keydiff, share=0.4)",
+    "sharp": "(snapkv, 1.3)",
+    "chunked": "(snapkv)",
+    "defensive": "(snapkv)",
+    "critical": "(snapkv)",
+}
 SLOW = ("capkv_greedy",)  # one step for each entry of the budget: minutes for a model, whatever the machine
 ALSO = ("capkv(form=paper)", "harmonic(rows=256)", "h2o(values=True)")
 EXTRA_POLICIES = (
     "h2o(values=True)+one_threshold/systematic/tempered(0.85)",
     "with_certain(h2o(values=True), by=keydiff, share=0.4)+one_threshold/systematic/tempered(0.85)",
     "snapkv/systematic/tempered(auto)",
+    "snapkv/best_of(systematic, 16)/inclusion",
+    "snapkv+adaptive/top_k/none",
+    "snapkv+pyramid/top_k/none",
+    "lava+lava/top_k/none",
+    "snapkv/top_k/none+centroids(8)",
+    "snapkv/top_k/none+moments",
+    "snapkv/top_k/none+merge",
+    "snapkv/top_k/none+recall(where=disk)",
 )
 
 
@@ -99,7 +114,7 @@ def timed(options: argparse.Namespace) -> list[dict]:
 def weighed(options: argparse.Namespace, rows: list[dict]) -> None:
     """Adds to each row the memory that its eviction needs."""
     model, tokenizer = load()
-    prefill = Prefill(model, prompt_ids(tokenizer, options.tokens))
+    prefill = Prefill(model, prompt_ids(tokenizer, options.tokens), tokenizer=tokenizer)
     whole = prefill.full().report().full_bytes
     for row in rows:
         gc.collect()

@@ -192,14 +192,16 @@ def test_critical_says_what_it_was_not_given(generator):
         Critical(Uniform())(replace(first_round(generator), output=None))
 
 
+@pytest.mark.parametrize("proposal", ["snapkv", "key_norm"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4)])
-def test_the_projection_of_an_observation_is_the_models_own(heads, kv_heads, tiny_model, monkeypatch):
-    """Attention that sees one value in one query head only comes out of o_proj as W_O v of that head."""
+def test_the_projection_of_an_observation_is_the_models_own(heads, kv_heads, proposal, tiny_model, monkeypatch):
+    """Attention that sees one value in one query head only comes out of o_proj as W_O v of that head; a proposal that
+    looks at no query has as many of them."""
     model = tiny_model(heads=heads, kv_heads=kv_heads)
     seen = []
     plain = Policy.proposal
     monkeypatch.setattr(Policy, "proposal", lambda self, o: seen.append(o) or plain(self, o))
-    cache = kvest.EvictionCache(model, "critical(snapkv)/top_k/none@24")
+    cache = kvest.EvictionCache(model, f"critical({proposal})/top_k/none@24")
     with torch.no_grad():
         model(torch.arange(1, 42)[None], past_key_values=cache)
     assert len(seen) == 3

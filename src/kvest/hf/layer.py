@@ -226,7 +226,7 @@ class EvictionLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             exists = None if step.exists is None else step.exists.to(queries.device)
             output = attend(queries, self.store, scale, exists, sinks).transpose(1, 2).contiguous(), None
         session.waiting = None
-        self.scale = scale
+        self.scale, self.query_heads = scale, queries.shape[1]
         with torch.no_grad():
             if session.listener is not None:
                 session.listener(self, queries, scale)

@@ -34,7 +34,7 @@ def observe(layer: EvictionLayer, scale: float) -> Observation:
     queries, query_lengths = _queries(layer.queries, watched)
     normalizers, _ = _queries([] if layer.normalizers is None else [layer.normalizers[..., None]], watched)
     if queries is None:
-        queries, query_lengths = keys.new_empty(b, h, 0, d), torch.zeros_like(seen)
+        queries, query_lengths = keys.new_empty(b, layer.query_heads, 0, d), torch.zeros_like(seen)
     heads, q = queries.shape[1:3]
     place = session.evictable.index(layer.index)
     return Observation(
