@@ -21,9 +21,10 @@ from harness import arguments, finish
 from kvest.eval.document import first_tokens, hide, prompt
 from kvest.eval.prefill import Prefill, run
 from kvest.hf.embedded import load
-from kvest.named import DEMO, DEMO_KEEP
+from kvest.named import DEMO, DEMO_KEEP, NAMED
 from kvest.policy import Policy
 
+ALSO = (NAMED["kvzip"], NAMED["calidrop"])
 WORDS = (
     *("falcon", "otter", "maple", "violin", "harbor", "copper"),
     *("lantern", "meadow", "puzzle", "rocket", "saddle", "tunnel"),
@@ -66,7 +67,7 @@ def main() -> None:
             encode = {"add_special_tokens": False, "return_tensors": "pt"}
             digits = tokenizer(number, **encode).input_ids
             asked = torch.cat([parts.question, tokenizer(lead, **encode).input_ids, digits], dim=1)
-            prefill = Prefill(model, parts.document)
+            prefill = Prefill(model, parts.document, tokenizer=tokenizer)
 
             def right(cache, asked=asked, digits=digits) -> bool:
                 best = run(model, asked, cache).logits[0].argmax(dim=-1)
@@ -75,7 +76,7 @@ def main() -> None:
             if not right(prefill.full()):
                 continue
             for keep in DEMO_KEEP:
-                for sentence in DEMO:
+                for sentence in (*DEMO, *ALSO):
                     policy = f"{sentence}@{keep}"
                     found.setdefault(policy, []).append(right(prefill.evict(Policy.parse(policy), seed=i)))
         for policy, hits in found.items():

@@ -82,7 +82,7 @@ def _show(rows: list[Row], tokens: int, question: str, fact: str | None, name: s
         table.add_row(
             row.policy,
             f"{row.kept_mean:,.0f}{spread}",
-            f"{row.kept_bytes / 2**20:.1f}",
+            f"{row.kept_bytes / 2**20:.1f}" + (f" + {row.elsewhere_bytes / 2**20:.1f}" if row.elsewhere_bytes else ""),
             kl,
             f"{row.tokens_per_s:.1f}",
             mark + row.answer.replace("[", "\\["),
@@ -91,6 +91,7 @@ def _show(rows: list[Row], tokens: int, question: str, fact: str | None, name: s
     console.print(
         f"KL(full || evicted) of the next token over {rows[0].kl_tokens} tokens of the full cache's own greedy "
         f"continuation of the document, ± standard error over tokens; one document, seed {seed}."
+        + (" Behind the +: evicted entries that are kept elsewhere." if any(r.elsewhere_bytes for r in rows) else "")
         + (f" Hidden in the document: {fact} ✓ marks answers that have it." if fact else ""),
         style="dim",
         highlight=False,

@@ -30,7 +30,7 @@ STEPS = 24
 
 @dataclass(frozen=True)
 class Row:
-    """One policy: entries per head over the evicted layers, bytes, the answer, and the two costs.
+    """One policy: entries per head over the evicted layers, bytes held and elsewhere, the answer, and the two costs.
 
     `kl_nats` is the mean over `kl_tokens` teacher-forced tokens of KL(full || evicted) of the next token, `kl_error`
     its standard error over tokens (successive tokens are not independent: it is a lower bound). `tokens_per_s` is from
@@ -43,6 +43,7 @@ class Row:
     kept_max: int
     kept_bytes: int
     full_bytes: int
+    elsewhere_bytes: int
     answer: str
     kl_nats: float
     kl_error: float
@@ -88,6 +89,7 @@ def compare(
             kept_max=int(kept.max()),
             kept_bytes=report.kept_bytes,
             full_bytes=report.full_bytes,
+            elsewhere_bytes=report.elsewhere_bytes,
             answer=answer(model, tokenizer, copy.deepcopy(cache), prompt, max_new_tokens),
             kl_nats=kl.mean().item(),
             kl_error=(kl.std() / len(kl) ** 0.5).item(),
