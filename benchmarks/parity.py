@@ -36,19 +36,22 @@ Kept = list[list[set[int]]]
 
 @dataclass(frozen=True)
 class Case:
-    """One method of theirs and what it is called here. `window` and `sinks` are what their press protects."""
+    """One method of theirs and what it is called here. `window` and `sinks` are what their press protects; a `random`
+    one is compared with another run of itself as well."""
 
     press: Callable[[float], Any]
     ours: str
     sinks: int = 0
     window: int = 1
     note: str = ""
+    random: bool = False
 
     def policy(self, keep: float) -> Policy:
         return Policy.parse(f"{self.ours}@{keep}", sinks=self.sinks, window=self.window)
 
 
 LAST = "kvest always keeps the latest entry"
+SKETCH = "its random sketch is never the same twice"
 CASES = {
     "SnapKVPress": Case(lambda r: kvpress.SnapKVPress(r), "snapkv(peer=True)/top_k/none", window=64),
     "SnapKVPress (paper)": Case(
@@ -59,7 +62,9 @@ CASES = {
     ),
     "TOVAPress": Case(lambda r: kvpress.TOVAPress(r), "last_query(values=False, layer=True)/top_k/none"),
     "KeyDiffPress": Case(lambda r: kvpress.KeyDiffPress(r), "keydiff/top_k/none", note=LAST),
-    "KnormPress": Case(lambda r: kvpress.KnormPress(r), "key_norm/top_k/none", note=LAST),
+    "KnormPress": Case(
+        lambda r: kvpress.KnormPress(r), "key_norm/top_k/none", note=f"{LAST}, and of equal norms the most recent"
+    ),
     "CapPress": Case(lambda r: kvpress.CapPress(r), "capkv/top_k/none", sinks=4, note=LAST),
     "LagKVPress": Case(
         lambda r: kvpress.LagKVPress(r), "lagkv(peer=True)/top_k/none", sinks=4, note="ties between lags fall otherwise"
@@ -76,25 +81,25 @@ CASES = {
         note="without `peer=True` the softmax runs over the sinks as well",
     ),
     "LeverageScorePress": Case(
-        lambda r: kvpress.LeverageScorePress(r), "leverage/top_k/none", note="its random sketch is never the same twice"
+        lambda r: kvpress.LeverageScorePress(r), "leverage/top_k/none", note=SKETCH, random=True
     ),
     "CompactorPress": Case(
         lambda r: kvpress.CompactorPress(r),
         "compactor(blend=0.75)/top_k/none",
         sinks=8,
         window=4,
-        note="the sketch; z-scores over all heads at once there, over each head here",
+        note=f"{SKETCH}; z-scores over all heads at once there, over each head here",
+        random=True,
     ),
     "PyramidKVPress": Case(
-        lambda r: kvpress.PyramidKVPress(r),
-        "snapkv(peer=True)+pyramid/top_k/none",
-        note="each layer's count is rounded for itself there; here all of them sum to the budget",
+        lambda r: kvpress.PyramidKVPress(r, beta=2),
+        "snapkv(peer=True)+pyramid(2)/top_k/none",
+        note="a layer's count may be one less or more: each is rounded for itself there, here they sum to the budget",
     ),
     "AdaKVPress(SnapKVPress)": Case(
         lambda r: kvpress.AdaKVPress(kvpress.SnapKVPress(r)),
         "snapkv(peer=True)+adaptive/top_k/none",
         window=64,
-        note="the least share of a head counts what is protected there, whatever its score here",
     ),
     "AdaKVPress(ExpectedAttentionPress)": Case(
         lambda r: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(r)),
@@ -103,7 +108,16 @@ CASES = {
         note=LAST,
     ),
     "CriticalKVPress(SnapKVPress)": Case(
-        lambda r: kvpress.CriticalKVPress(kvpress.SnapKVPress(r)), "critical(snapkv(peer=True))/top_k/none", window=64
+        lambda r: kvpress.CriticalKVPress(kvpress.SnapKVPress(r)),
+        "critical(snapkv(peer=True))/top_k/none",
+        window=64,
+        note="its first stage counts the window's entries, here they come on top of it",
+    ),
+    "CriticalKVPress(SnapKVPress) (first stage alike)": Case(
+        lambda r: kvpress.CriticalKVPress(kvpress.SnapKVPress(r)),
+        "critical(snapkv(peer=True), first=0.184)/top_k/none",
+        window=64,
+        note="0.184 of the budget are the 37 entries that the window leaves of the first stage there",
     ),
     "ChunkKVPress(SnapKVPress)": Case(
         lambda r: kvpress.ChunkKVPress(kvpress.SnapKVPress(r)),
@@ -189,6 +203,8 @@ def main() -> None:
         row |= compared(ours(model, ids, policy), want)
         if isinstance(press, kvpress.ScorerPress):
             row["bridge"] = compared(ours(model, ids, bridged(press, options.keep, case)), want)
+        if case.random:
+            row["itself"] = compared(theirs(model, ids, press, full), want)["overlap"]
         rows.append(row)
         print(row, file=sys.stderr)
     finish(rows, options.json, kvpress=version("kvpress"))

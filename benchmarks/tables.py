@@ -159,7 +159,8 @@ def parity(rows: list[Row]) -> str:
     for r in rows:
         same, but, overlap = (f"{r[name]:.1%}" for name in ("same_heads", "same_but_latest", "overlap"))
         bridge = f"{r['bridge']['same_but_latest']:.1%}" if "bridge" in r else ""
-        cells.append([r["press"], code(r["policy"]), same, but, overlap, bridge, r["note"]])
+        note = r["note"] + (f" (two runs of the press overlap by {r['itself']:.1%})" if "itself" in r else "")
+        cells.append([r["press"], code(r["policy"]), same, but, overlap, bridge, note])
     return table(headings, cells)
 
 
