@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -20,15 +20,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from harness import arguments, finish
-from kvest.allocate import UniformAllocation
-from kvest.budget import Fraction
-from kvest.correct import NoCorrection
 from kvest.eval.document import prompt, speech
 from kvest.hf import EvictionCache
 from kvest.hf.embedded import load
 from kvest.integrations.kvpress import proposal
 from kvest.policy import Policy
-from kvest.sample import TopK
 
 Kept = list[list[set[int]]]
 """Positions kept, of one row: [layer][head]."""
@@ -184,9 +180,8 @@ def whole_keys(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 
 
 def bridged(press: Any, keep: float, case: Case) -> Policy:
-    """The press itself as a proposal."""
-    parts = proposal(press), TopK(), NoCorrection(), Fraction(keep), UniformAllocation()
-    return Policy(*parts, sinks=case.sinks, window=case.window)
+    """The press itself as a proposal, all else as it is called here."""
+    return replace(case.policy(keep), propose=proposal(press))
 
 
 def main() -> None:
