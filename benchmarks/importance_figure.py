@@ -21,7 +21,7 @@ KIND, KEEP = "continuation", 0.25
 SHOWN = {
     "uniform": ("every head alike", "0.6", ":"),
     "one_threshold": ("one threshold", "#4c72b0", "-"),
-    "one_threshold(importance=calibrated, power=-1.0)": ("importance=calibrated", "#dd8452", "-"),
+    "one_threshold(importance=calibrated)": ("importance=calibrated", "#dd8452", "-"),
     "one_threshold(importance=damage)": ("importance=damage", "#c44e52", "-"),
 }
 
@@ -36,7 +36,7 @@ def main() -> None:
         left.scatter(layers, damage[:, head].tolist(), s=18, color="#c44e52", alpha=0.75, linewidths=0)
     left.set(yscale="log", xlabel="layer", ylabel="KL per unit of variance (nats)", title="What a head's loss costs")
     for row in rows:
-        if (row["kind"], row["keep"]) == (KIND, KEEP) and row["allocate"] in SHOWN:
+        if (row["kind"], row["keep"], row["part"]) == (KIND, KEEP, "whole table") and row["allocate"] in SHOWN:
             label, colour, style = SHOWN[row["allocate"]]
             mean = [sum(layer) / len(layer) for layer in row["kept_mean"]]
             right.step(layers, mean, where="mid", color=colour, linestyle=style, label=f"{label}: {row['kl_nats']:.3f}")

@@ -111,14 +111,24 @@ def needles(rows: list[Row]) -> str:
 
 
 def importance(rows: list[Row]) -> str:
-    headings = ["proposal", "allocation", "keep", "KL (nats/token)", "ratio to none [95 %]"]
+    headings = [
+        "proposal",
+        "allocation",
+        "part of the table",
+        "keep",
+        "KL (nats/token)",
+        "ratio to none [95 %]",
+        "less in",
+    ]
     cells = [
         [
             f"`{r['proposal']}`",
             f"`{r['allocate']}`",
+            r["part"] if r["allocate"].count("importance") else "",
             str(r["keep"]),
             f"{r['kl_nats']:.3f} ± {r['kl_error']:.3f}",
             f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" if "ratio" in r else "1",
+            f"{r['less_in']} of {r['n']}" if "ratio" in r else "",
         ]
         for r in rows
     ]
