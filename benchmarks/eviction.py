@@ -42,7 +42,7 @@ EXTRA_POLICIES = (
     "h2o(values=True)+one_threshold/systematic/tempered(0.85)",
     "with_certain(h2o(values=True), by=keydiff, share=0.4)+one_threshold/systematic/tempered(0.85)",
     "snapkv/systematic/tempered(auto)",
-    "snapkv/best_of(systematic, 16)/inclusion",
+    "snapkv/best_of(systematic)/inclusion",
     "snapkv+adaptive/top_k/none",
     "snapkv+pyramid/top_k/none",
     "lava+lava/top_k/none",

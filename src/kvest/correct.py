@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvest.observe import blocks
+from kvest.observe import blocks, slots_of
 from kvest.types import Draw, Observation
 
 
@@ -107,28 +107,62 @@ def best_tau(
     draw: Draw, log_weights: Float[Tensor, "b h t"], observation: Observation, grid: tuple[float, ...]
 ) -> Float[Tensor, "b h"]:
     """The tau of `grid` with the least relative squared error of each head's output on the observed queries."""
-    weights = ((log_weights * tau).exp() * draw.keep for tau in grid)
-    return torch.tensor(grid, device=log_weights.device)[squared_errors(observation, list(weights)).argmin(dim=0)]
+    errors = squared_errors(observation, [(draw.keep, [log_weights * tau for tau in grid])])
+    return torch.tensor(grid, device=log_weights.device)[errors.argmin(dim=0)]
 
 
-def squared_errors(observation: Observation, weights: Sequence[Float[Tensor, "b h t"]]) -> Float[Tensor, "n b h"]:
-    """sum_{g, j} norm(o'_j - o_j)^2 / norm(o_j)^2 over the observed queries, for each of n choices of weights
+Choices = Sequence[tuple[Bool[Tensor, "b h t"], Sequence[Float[Tensor, "b h t"]]]]
+"""Sets of kept entries, and log weights that each might get."""
 
-    o'_j is the output under these weights, 0 for what is not kept.
+
+def squared_errors(observation: Observation, choices: Choices) -> Float[Tensor, "n b h"]:
+    """sum_{g, j} norm(o'_j - o_j)^2 / norm(o_j)^2 over the observed queries, for each of n choices of log weights
+
+    o'_j is the output over the kept entries under these weights. On a CPU a head at a time, so that its block of
+    attention stays in the cache while all choices are tried on it.
     """
-    values = observation.values.float()
-    errors = values.new_zeros((len(weights), *observation.lengths.shape))
-    for block in blocks(observation, elements=1 << 18):
-        p = block.probabilities
-        visible = p.shape[-1]
-        exact = p @ values[:, :, None, :visible]
-        norms = exact.square().sum(-1).clamp_min(1e-20)
-        exists = observation.query_valid[:, block.slots].float()[:, None, None]
-        for i, choice in enumerate(weights):
-            weight = choice[:, :, None, :visible, None]
-            output = (p @ (weight * values[:, :, None, :visible])) / (p @ weight).clamp_min(1e-20)
-            errors[i] += ((output - exact).square().sum(-1) / norms * exists).sum(dim=(2, 3))
+    if not observation.keys.is_cpu:
+        return _squared_errors(observation, choices)
+    b, h = observation.lengths.shape
+    errors = torch.empty(sum(len(weights) for _, weights in choices), b, h)
+    for row in range(b):
+        for head in range(h):
+            one = slice(row, row + 1), slice(head, head + 1)
+            mine = [(keep[one], [log_w[one] for log_w in weights]) for keep, weights in choices]
+            errors[:, row, head] = _squared_errors(observation.head(row, head), mine)[:, 0, 0]
     return errors
+
+
+def _squared_errors(observation: Observation, choices: Choices) -> Float[Tensor, "n b h"]:
+    values = observation.values.float()
+    kept = [_kept(values, *choice) for choice in choices]
+    errors = values.new_zeros((sum(len(weights) for _, weights in choices), *observation.lengths.shape))
+    for block in blocks(observation):
+        b, h, g, r, visible = block.mass.shape
+        mass = block.mass.view(b, h, g * r, visible)
+        exact = (mass @ values[:, :, :visible]) / block.total.view(b, h, g * r, 1)
+        exists = observation.query_valid[:, None, None, block.slots].expand(b, h, g, r).reshape(b, h, g * r)
+        share = exists / exact.square().sum(-1).clamp_min(1e-20)
+        n = 0
+        for slots, weights, both in kept:
+            part = mass.gather(3, slots.clamp(max=visible - 1)[:, :, None].expand(-1, -1, g * r, -1))
+            for weight in weights:
+                sums = part @ ((weight * (slots < visible))[..., None] * both)
+                output = sums[..., :-1] / sums[..., -1:].clamp_min(1e-20)
+                errors[n] += ((output - exact).square().sum(-1) * share).sum(dim=-1)
+                n += 1
+    return errors
+
+
+def _kept(
+    values: Float[Tensor, "b h t e"], keep: Bool[Tensor, "b h t"], log_weights: Sequence[Float[Tensor, "b h t"]]
+) -> tuple[Int[Tensor, "b h m"], list[Float[Tensor, "b h m"]], Float[Tensor, "b h m w"]]:
+    """(slots, weights, values beside a 1) of the kept entries; where a head has fewer, weights are 0."""
+    slots = slots_of(keep)
+    there = keep.gather(-1, slots)
+    weights = [log_w.gather(-1, slots).exp() * there for log_w in log_weights]
+    mine = values.gather(2, slots[..., None].expand(-1, -1, -1, values.shape[3]))
+    return slots, weights, torch.nn.functional.pad(mine, (0, 1), value=1.0)
 
 
 CORRECTIONS: dict[str, type[Correct]] = {

@@ -34,6 +34,7 @@ DEMO = (
     "mixed(snapkv, 0.2)/systematic/inclusion",
     "h2o(values=True)/top_k/none",
     NAMED["continuation"],
+    "h2o(values=True)+one_threshold(importance=damage)/systematic/tempered(0.85)",
     NAMED["keydiff"],
     NAMED["capkv"],
     "capkv/systematic/inclusion",

@@ -238,3 +238,9 @@ def _attended(
 def query_weights(observation: Observation) -> Float[Tensor, "b q"]:
     """1 for every query that exists, 0 for missing ones."""
     return observation.query_valid.float()
+
+
+def slots_of(flags: Bool[Tensor, "... t"]) -> Int[Tensor, "... n"]:
+    """The slots of True, in order, and some others behind them where a head has fewer."""
+    most = int(flags.sum(dim=-1).max())
+    return flags.sort(dim=-1, descending=True, stable=True).indices[..., :most]

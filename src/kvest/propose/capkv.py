@@ -56,16 +56,15 @@ class CapKV(Propose):
 
     def __call__(self, observation: Observation) -> Proposal:
         log_w, counted = self.log_weights(observation)
-        values = observation.values.float()
         largest = log_w.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(log_w.dtype).min)  # an empty head: finite
         weights = (log_w - largest).exp()
         if self.form == "authors":
-            leverage = _leverage((weights + 1e-6) * counted[:, :, None], values, torch.ones_like(largest))
+            leverage = _leverage((weights + 1e-6) * counted[:, :, None], observation.values, torch.ones_like(largest))
             score = (weights * leverage).mean(dim=2)
             highest = score.amax(dim=-1, keepdim=True)
             return propose_score(observation, torch.where(counted, score, torch.where(highest > 0, highest, 1.0)))
         ridge = (-largest.double()).clamp(-600.0, 600.0).exp()  # may be tiny: in float32 A would not stay positive
-        score = (weights * _leverage(weights, values.double(), ridge)).mean(dim=2)
+        score = (weights * _leverage(weights, observation.values, ridge)).mean(dim=2)
         highest = score.amax(dim=-1, keepdim=True)  # of an empty head (huge ridge) even float32 sees only zeros
         return propose_score(observation, torch.where(highest < 1e-20, score / highest.clamp_min(1e-300), score))
 
@@ -86,17 +85,19 @@ class CapKV(Propose):
 def _leverage(
     weights: Float[Tensor, "b h g t"], values: Float[Tensor, "b h t e"], ridge: Float[Tensor, "b h g 1"]
 ) -> Float[Tensor, "b h g t"]:
-    """v_i^T (ridge I + sum w v v^T)^-1 v_i, one query head at a time."""
-    scores = torch.empty_like(weights, dtype=values.dtype)
+    """v_i^T (ridge I + sum w v v^T)^-1 v_i, in the precision of `ridge`, one query head at a time."""
+    scores = torch.empty_like(weights, dtype=ridge.dtype)
     eye = torch.eye(values.shape[-1], dtype=torch.float64, device=values.device)
-    for g in range(weights.shape[2]):
-        w = weights[:, :, g].to(values.dtype)
-        gram = ((values * w[..., None]).transpose(2, 3) @ values).double()
-        floor = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(1e-300)
-        ridged = gram + torch.maximum(ridge[:, :, g, :, None].double(), floor) * eye
-        factor = torch.linalg.cholesky_ex(ridged).L  # fails for NaN only, which the policy reports
-        whitened = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False).to(values.dtype)
-        scores[:, :, g] = (values @ whitened.transpose(2, 3)).square().sum(-1)
+    for h in range(weights.shape[1]):
+        mine = values[:, h].to(ridge.dtype)
+        for g in range(weights.shape[2]):
+            w = weights[:, h, g].to(ridge.dtype)
+            gram = ((mine * w[..., None]).transpose(1, 2) @ mine).double()
+            floor = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(1e-300)
+            ridged = gram + torch.maximum(ridge[:, h, g, :, None].double(), floor) * eye
+            factor = torch.linalg.cholesky_ex(ridged).L  # fails for NaN only, which the policy reports
+            whitened = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False).to(ridge.dtype)
+            scores[:, h, g] = (mine @ whitened.transpose(1, 2)).square().sum(-1)
     return scores
 
 

@@ -58,5 +58,5 @@ def output_norms(observation: Observation) -> Float[Tensor, "b h t"]:
             projection = output[head, query_head].float().T
             for start in range(0, b * t, rows):
                 part = values[start : start + rows].float() @ projection
-                norms[head, start : start + rows] += torch.linalg.vector_norm(part, ord=1, dim=-1) / g
+                norms[head, start : start + rows] += part.abs_().sum(dim=-1) / g  # faster than vector_norm
     return norms.view(h, b, t).transpose(0, 1)

@@ -26,7 +26,7 @@ class BestOf(Design):
     """
 
     design: Design
-    n: int = 16
+    n: int = 4
     rows: int = 64
 
     def __post_init__(self) -> None:
@@ -71,8 +71,8 @@ class BestOf(Design):
             draw = self(proposal, valid, counts, observation.positions, replace(stream, attempt=attempt))
             draws.append(draw)
             corrections.append(correct(draw, observation))
-        weights = [log_w.exp() * draw.keep for log_w, draw in zip(corrections, draws, strict=True)]
-        best = squared_errors(observation.recent(self.rows), weights).argmin(dim=0)
+        choices = [(draw.keep, [log_w]) for draw, log_w in zip(draws, corrections, strict=True)]
+        best = squared_errors(observation.recent(self.rows), choices).argmin(dim=0)
 
         def chosen(choices: list[Tensor]) -> Tensor:
             index = best[None, ..., None].expand(1, *choices[0].shape)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvest.observe import BLOCK_ELEMENTS
+from kvest.observe import BLOCK_ELEMENTS, slots_of
 from kvest.stand_in._base import StandIn
 from kvest.types import Draw, Kept, Observation
 
@@ -59,7 +59,7 @@ def _merged(
     evicted: Bool[Tensor, "k t"],
 ) -> tuple[Float[Tensor, "k t d"], Float[Tensor, "k t e"]]:
     """Keys and values of some heads, the kept ones merged. Memory: `BLOCK_ELEMENTS` similarities at once, for each."""
-    kept, gone = _slots(keep), _slots(evicted)
+    kept, gone = slots_of(keep), slots_of(evicted)
     if kept.shape[1] == 0 or gone.shape[1] == 0:
         return keys, values
     exists = keep.gather(1, kept)
@@ -77,20 +77,13 @@ def _merged(
     both = torch.cat([keys, values], dim=2)
     own = math.e * weights.gather(1, kept)
     total, merged = own.clone(), own[..., None] * _rows(both, kept).float()
-    for chunk in _chunks(gone.shape[1], kept.shape[1]):
-        slots = torch.arange(kept.shape[1], device=keys.device)
-        share = (nearest[:, None, chunk] == slots[:, None]) * weight[:, None, chunk]  # [k, kept, chunk]
-        total += share.sum(dim=2)
-        merged += share @ _rows(both, gone[:, chunk]).float()
+    heads = torch.arange(len(keys), device=keys.device)[:, None].expand_as(nearest)
+    total.index_put_((heads, nearest), weight, accumulate=True)  # in a fixed order, unlike index_add_
+    merged.index_put_((heads, nearest), weight[..., None] * _rows(both, gone).float(), accumulate=True)
     merged = (merged / total[..., None]).to(both.dtype)
     merged = torch.where((exists & (total > own))[..., None], merged, _rows(both, kept))
     both = both.scatter(1, kept[..., None].expand_as(merged), merged)
     return both[..., : keys.shape[2]], both[..., keys.shape[2] :]
-
-
-def _slots(flags: Bool[Tensor, "k t"]) -> Int[Tensor, "k n"]:
-    """The slots of True, in order, and some others behind them where heads have fewer."""
-    return flags.sort(dim=1, descending=True, stable=True).indices[:, : int(flags.sum(dim=1).max())]
 
 
 def _rows(x: Float[Tensor, "k t c"], slots: Int[Tensor, "k n"]) -> Float[Tensor, "k n c"]:
@@ -107,8 +100,10 @@ def _nearest(
 ) -> tuple[Float[Tensor, "k n"], Int[Tensor, "k n"]]:
     """(cosine, place among `kept`) of the kept key that is most alike each evicted one."""
     units = normalize(_rows(keys, kept).float(), dim=-1).transpose(1, 2)
-    found = []
+    found, ragged = [], not bool(exists.all())
     for chunk in _chunks(gone.shape[1], kept.shape[1]):
         cosines = normalize(_rows(keys, gone[:, chunk]).float(), dim=-1) @ units
-        found.append(cosines.masked_fill(~exists[:, None], -torch.inf).max(dim=-1))
+        if ragged:
+            cosines.masked_fill_(~exists[:, None], -torch.inf)
+        found.append(cosines.max(dim=-1))
     return torch.cat([x.values for x in found], dim=1), torch.cat([x.indices for x in found], dim=1)
