@@ -199,6 +199,19 @@ def test_compare_on_a_folder_has_the_full_cache_first_and_keeps_what_the_policy_
     assert "full cache" in out.stdout
 
 
+def test_compare_leaves_out_what_needs_a_table_that_the_model_lacks(kvest: Kvest, tiny_folder: Path, tmp_path: Path):
+    record = tmp_path / "out.json"
+    options = ["--prompt-file", "-", "--question", "Why?", "--max-new-tokens", "2", "--json", str(record)]
+    out = kvest("compare", "--model", str(tiny_folder), *options, stdin="some words and others. " * 30)
+    assert out.returncode == 0, out.stderr
+    damage = [sentence for sentence in DEMO if "importance" in sentence]
+    assert len(damage) == 1
+    assert f"left out: {damage[0]}@0.5" in out.stderr
+    assert "kvest calibrate" in out.stderr
+    shown = [row["policy"] for row in json.loads(record.read_text())["rows"]]
+    assert shown == ["full cache", *(f"{s}@{keep}" for keep in (0.5, 0.25) for s in DEMO if s not in damage)]
+
+
 def test_json_that_cannot_be_written_leaves_nothing(kvest: Kvest, tiny_folder: Path, tmp_path: Path):
     options = ["--model", str(tiny_folder), "--prompt-file", "-", "--question", "Why?", "--max-new-tokens", "2"]
     out = kvest("generate", *options, "--json", str(tmp_path / "no" / "where.json"), stdin="abc " * 50)

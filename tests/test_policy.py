@@ -31,7 +31,7 @@ def test_a_policy_is_read_part_by_part():
 def test_designs_are_arguments_too():
     policy = Policy.parse("sharp(snapkv)/best_of(clusters(design=poisson, size=3), n=16)/inclusion@0.25")
     assert policy.propose == Sharp(SnapKV(), 1.3)
-    assert policy.design == BestOf(Clusters(Poisson(), 3), 4)
+    assert policy.design == BestOf(Clusters(Poisson(), 3), 16)
     assert str(policy) == "sharp(snapkv)/best_of(clusters(poisson, 3), 16)/inclusion@0.25"
     assert Policy.parse("critical(h2o, first=0.2)/clusters(top_k)/none@64").design == Clusters(TopK())
 

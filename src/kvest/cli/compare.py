@@ -7,11 +7,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from kvest.cli.shared import STDERR, check_writable, conditions, context_of, load_model, read_document, write_json
 from kvest.eval.compare import CONTINUATION, Row
 from kvest.eval.compare import compare as rows_of
 from kvest.eval.document import FACT, QUESTION, prompt, speech
+from kvest.hf.calibration import CalibrationError, find
 from kvest.named import DEMO, DEMO_KEEP
 from kvest.policy import Policy
 
@@ -38,6 +40,8 @@ def compare(
         raise ValueError("compare asks about the document: give --question with --prompt-file")
     check_writable(json)
     model, tokenizer = load_model(name, dtype, device)
+    if not policies:
+        chosen = [policy for policy in chosen if _has_table(model, policy)]
     document = speech(tokenizer) if given is None else given
     asked = question or QUESTION
     parts = prompt(tokenizer, document, asked, context=context_of(model), reserve=max(max_new_tokens, CONTINUATION))
@@ -63,6 +67,18 @@ def compare(
     if json is not None:
         facts = {"document_tokens": tokens, "question": asked, "fact": FACT if given is None else None, "seed": seed}
         write_json(json, {**facts, "conditions": conditions(model, name), "rows": [row.record() for row in rows]})
+
+
+def _has_table(model: PreTrainedModel, policy: Policy) -> bool:
+    """Whether the model's heads were measured, where the policy asks for it; if not, says so."""
+    if policy.allocate.needs_calibration is None:
+        return True
+    try:
+        find(model, policy.allocate.needs_calibration)
+    except CalibrationError as error:
+        STDERR.print(f"left out: {policy} ({error})", highlight=False, markup=False, soft_wrap=True)
+        return False
+    return True
 
 
 def _show(rows: list[Row], tokens: int, question: str, fact: str | None, name: str, seed: int) -> None:
