@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,19 +89,14 @@ def _rows(x: Float[Tensor, "k t c"], slots: Int[Tensor, "k n"]) -> Float[Tensor,
     return x.gather(1, slots[..., None].expand(-1, -1, x.shape[2]))
 
 
-def _chunks(entries: int, kept: int) -> Iterator[slice]:
-    rows = max(1, BLOCK_ELEMENTS // kept)
-    return (slice(start, start + rows) for start in range(0, entries, rows))
-
-
 def _nearest(
     keys: Float[Tensor, "k t d"], kept: Int[Tensor, "k s"], gone: Int[Tensor, "k n"], exists: Bool[Tensor, "k s"]
 ) -> tuple[Float[Tensor, "k n"], Int[Tensor, "k n"]]:
     """(cosine, place among `kept`) of the kept key that is most alike each evicted one."""
     units = normalize(_rows(keys, kept).float(), dim=-1).transpose(1, 2)
     found, ragged = [], not bool(exists.all())
-    for chunk in _chunks(gone.shape[1], kept.shape[1]):
-        cosines = normalize(_rows(keys, gone[:, chunk]).float(), dim=-1) @ units
+    for some in torch.split(gone, max(1, BLOCK_ELEMENTS // kept.shape[1]), dim=1):
+        cosines = normalize(_rows(keys, some).float(), dim=-1) @ units
         if ragged:
             cosines.masked_fill_(~exists[:, None], -torch.inf)
         found.append(cosines.max(dim=-1))
